@@ -1,0 +1,74 @@
+# `make demo` and `make test` each set up all they need in .venv; nothing else has to be installed but Python >= 3.10 and a
+# C++ compiler. An installed torch >= 2.11 is used. The GPU targets take the ambient Python as it is.
+
+PYTHON ?= python3
+# What pip is asked for where no torch >= 2.11 is installed: releases that the tests have been run with.
+TORCH ?= torch>=2.11,<2.14
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+LIBRARY := torch_mqa_ops/_C_cpu.abi3.so
+
+.PHONY: demo test test-gpu bench lint format build wheel clean
+
+demo: build $(VENV)/.demo
+	$(RUN) examples/decode_loop.py
+
+test: lint build $(VENV)/.test
+	$(RUN) -m pytest -q
+
+# The whole suite, GPU tests required, with the ambient Python and torch: no network, no lint.
+test-gpu: PYTHON_FOR_BUILD := $(PYTHON)
+test-gpu: $(LIBRARY)
+	MQA_REQUIRE_CUDA=1 $(PYTHON) -m pytest -q
+
+bench: PYTHON_FOR_BUILD := $(PYTHON)
+bench: $(LIBRARY)
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_paged_logits.py
+
+lint: $(VENV)/.lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc -type f)
+
+format: $(VENV)/.lint
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(shell find csrc -type f)
+
+build: $(VENV)/.base
+	$(MAKE) --no-print-directory $(LIBRARY) PYTHON_FOR_BUILD=$(RUN)
+
+wheel: $(VENV)/.test
+	$(RUN) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+# One build makes both libraries; this one is always made.
+PYTHON_FOR_BUILD ?= $(PYTHON)
+$(LIBRARY): $(SOURCES)
+	$(PYTHON_FOR_BUILD) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(VENV)/.base:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(RUN) -c 'import sys, re, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11))' \
+	  2>/dev/null || $(RUN) -m pip install '$(TORCH)'
+	$(RUN) -m pip install 'setuptools>=77' ninja numpy
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(RUN) -m pip install matplotlib
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(RUN) -m pip install pytest expecttest matplotlib wheel
+	@touch $@
+
+# pyproject.toml pins the versions.
+$(VENV)/.lint: $(VENV)/.base pyproject.toml
+	$(RUN) -c 'import re; print("\n".join(re.findall(r"\"((?:ruff|clang-format)==[^\"]+)\"", open("pyproject.toml").read())))' \
+	  | xargs $(RUN) -m pip install
+	@touch $@
+
+clean:
+	rm -rf build dist torch_mqa_ops/*.so *.egg-info

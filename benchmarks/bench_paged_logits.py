@@ -1,0 +1,562 @@
+"""Times fp8_paged_mqa_logits and the FP8 quantisers against what the card can do (README.md says how)."""
+
+import argparse
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import common
+import plot
+import torch
+
+import torch_mqa_ops as mqa
+
+BLOCK, HEAD_DIM = 64, 128
+ROW_BYTES = HEAD_DIM + 4
+CUDA_SHAPES = [(1, 131072), (4, 65536), (16, 32768), (64, 8192), (64, 32768), (128, 4096), (256, 32768)]
+CPU_SHAPES = [(4, 4096), (1, 32768)]
+CUDA_POOL_BLOCKS, CUDA_MAX_SETS = 200_704, 40  # 1.7 GB
+CPU_POOL_BLOCKS, CPU_MAX_SETS = 4096, 4
+GATHER_TILES = [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]  # (tokens per program, warps)
+QUANTISED_TOKENS = 65_536
+METHOD = (
+    "graph replay: the calls on all input sets (disjoint blocks of one shuffled pool) back to back in one "
+    "CUDA graph, repeated to about 3 ms, an output buffer per set; contenders alternate in one process; "
+    "median of 15 replays. Random normal data quantised per token; lengths uniform in [0.7, 1.3] x mean, "
+    "the same for every H and n of a shape. Useful bytes = tokens * (D + 4) + tokens * n * 4; "
+    "flops = 2 * tokens * n * H * D."
+)
+CPU_METHOD = "wall clock, contenders alternate over the input sets, median of 15; data as on CUDA"
+
+
+@dataclass
+class Layout:
+    """The lengths of one input set and where its blocks lie in the pool."""
+
+    seq_lens: torch.Tensor  # int32 [B]
+    block_tables: torch.Tensor  # int32 [B, W], 0 past a request's own blocks
+    pages: torch.Tensor  # int32 [blocks], the table's live entries in order
+
+
+@dataclass
+class InputSet:
+    layout: Layout
+    q: torch.Tensor  # float8_e4m3fn [B, n, H, D]
+    weights: torch.Tensor  # float32 [B * n, H]
+    out: torch.Tensor  # float32 [B * n, padded width]
+    schedule: torch.Tensor  # made beforehand
+    schedule_buffer: torch.Tensor  # made again by every call that includes the schedule
+
+
+def make_pool(num_blocks: int, device: torch.device) -> torch.Tensor:
+    """uint8 [blocks, BLOCK, 1, D + 4] of random normal keys; quantised here, not by the library."""
+    pool = torch.empty(num_blocks, BLOCK * ROW_BYTES, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for part in pool.split(4096):
+        k = torch.randn(len(part), BLOCK, HEAD_DIM, device=device, generator=generator)
+        scale = k.abs().amax(-1) / 448
+        values = (k / scale[..., None]).to(torch.float8_e4m3fn)
+        part[:, : BLOCK * HEAD_DIM] = values.view(torch.uint8).flatten(1)
+        part[:, BLOCK * HEAD_DIM :] = scale.view(torch.uint8)
+    return pool.view(num_blocks, BLOCK, 1, ROW_BYTES)
+
+
+def draw_layouts(batch: int, mean: int, num_blocks: int, max_sets: int, device: torch.device) -> list[Layout]:
+    """As many sets on disjoint blocks of the shuffled pool as fit, at most max_sets."""
+    generator = torch.Generator().manual_seed(batch * 1_000_003 + mean)
+    order = torch.randperm(num_blocks, generator=generator).int()
+    lengths, used = [], 0
+    while len(lengths) < max_sets:
+        drawn = torch.randint(int(0.7 * mean), int(1.3 * mean) + 1, (batch,), generator=generator).int()
+        used += int(((drawn + BLOCK - 1) // BLOCK).sum())
+        if used > num_blocks:
+            break
+        lengths.append(drawn)
+    if not lengths:
+        raise SystemExit(f"{batch} x {mean} tokens need more than the pool's {num_blocks} blocks")
+    width = (max(int(drawn.max()) for drawn in lengths) + BLOCK - 1) // BLOCK
+    layouts, first = [], 0
+    for drawn in lengths:
+        live = torch.arange(width) < ((drawn + BLOCK - 1) // BLOCK)[:, None]
+        pages = order[first : first + int(live.sum())]
+        first += len(pages)
+        block_tables = torch.zeros(batch, width, dtype=torch.int32)
+        block_tables[live] = pages
+        layouts.append(Layout(drawn.to(device), block_tables.to(device), pages.to(device)))
+    return layouts
+
+
+def make_sets(layouts: list[Layout], heads: int, next_n: int, max_seq_len: int) -> list[InputSet]:
+    device = layouts[0].seq_lens.device
+    generator = torch.Generator(device).manual_seed(heads * 16 + next_n)
+    width = mqa.padded_seq_len(max_seq_len)
+    sets = []
+    for layout in layouts:
+        rows = len(layout.seq_lens) * next_n
+        q = torch.randn(rows, heads, HEAD_DIM, device=device, generator=generator).to(torch.float8_e4m3fn)
+        weights = torch.randn(rows, heads, device=device, generator=generator)
+        schedule = mqa.compute_paged_mqa_logits_schedule(layout.seq_lens, next_n=next_n)
+        q = q.view(-1, next_n, heads, HEAD_DIM)
+        out = torch.empty(rows, width, device=device)
+        sets.append(InputSet(layout, q, weights, out, schedule, torch.empty_like(schedule)))
+    return sets
+
+
+def row_limits(s: InputSet) -> torch.Tensor:
+    """[B, n]: how many columns of row (b, t) are defined."""
+    next_n = s.q.shape[1]
+    return (s.layout.seq_lens[:, None] - next_n + 1 + torch.arange(next_n, device=s.q.device)).clamp_min(0)
+
+
+def checked_requests(s: InputSet) -> set[int]:
+    return {0, len(s.layout.seq_lens) - 1}
+
+
+def checked_part(s: InputSet, logits: torch.Tensor) -> torch.Tensor:
+    """Every defined logit of the checked requests, in one row."""
+    limits, next_n = row_limits(s).tolist(), s.q.shape[1]
+    rows = logits.unflatten(0, (-1, next_n))
+    return torch.cat([rows[b, t, : limits[b][t]] for b in checked_requests(s) for t in range(next_n)])
+
+
+def reference_part(s: InputSet, pool: torch.Tensor) -> torch.Tensor:
+    """The same logits by the formula, in float64."""
+    limits, next_n = row_limits(s).tolist(), s.q.shape[1]
+    parts = []
+    for b in checked_requests(s):
+        pages = s.layout.block_tables[b, : -(-int(s.layout.seq_lens[b]) // BLOCK)].long()
+        blocks = pool.flatten(1)[pages]
+        k = blocks[:, : BLOCK * HEAD_DIM].view(torch.float8_e4m3fn).float().double().reshape(-1, HEAD_DIM)
+        scale = blocks[:, BLOCK * HEAD_DIM :].view(torch.float32).double().flatten()
+        for t in range(next_n):
+            limit, weights = limits[b][t], s.weights[b * next_n + t].double()
+            products = (s.q[b, t].float().double() @ k[:limit].T).relu()
+            parts.append((weights[:, None] * products).sum(0) * scale[:limit])
+    return torch.cat(parts)
+
+
+def check(
+    name: str, call: Callable, sets: list[InputSet], reference: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """Relative error on the checked part of the first set, and that part; every set must be fully written."""
+    first = None
+    for s in sets:
+        # For calls given s.out, and for those that allocate: the block freed here is what they will get.
+        s.out.fill_(torch.nan)
+        torch.full_like(s.out, torch.nan)
+        logits = call(s)
+        limits = row_limits(s).flatten()
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        unwritten = int((logits.isnan() & (columns < limits[:, None])).sum())
+        if unwritten:
+            raise RuntimeError(f"{name}: {unwritten} defined logits are NaN: not written, or wrong")
+        if first is None:
+            first = checked_part(s, logits)
+    error = float((first.double() - reference).norm() / reference.norm())
+    if not error < 1e-2:
+        raise RuntimeError(f"{name}: relative error {error:.1e} against float64")
+    return error, first
+
+
+def our_contenders(pool: torch.Tensor, max_seq_len: int) -> dict[str, Callable]:
+    def logits(s: InputSet, schedule: torch.Tensor | None = None) -> torch.Tensor:
+        return mqa.fp8_paged_mqa_logits(
+            s.q,
+            pool,
+            s.weights,
+            s.layout.block_tables,
+            s.layout.seq_lens,
+            max_seq_len,
+            schedule_meta=schedule,
+            out=s.out,
+        )
+
+    def schedule_and_logits(s: InputSet) -> torch.Tensor:
+        next_n = s.q.shape[1]
+        mqa.compute_paged_mqa_logits_schedule(s.layout.seq_lens, next_n=next_n, out=s.schedule_buffer)
+        return logits(s, s.schedule_buffer)
+
+    return {
+        "ours": logits,
+        "ours, schedule given": lambda s: logits(s, s.schedule),
+        "ours, schedule + logits": schedule_and_logits,
+    }
+
+
+def deep_gemm_contenders(pool: torch.Tensor, sets: list[InputSet], max_seq_len: int) -> dict[str, Callable]:
+    """DeepGEMM on the same inputs. On Hopper it takes next_n 1 and 2: more are folded into the batch."""
+    import deep_gemm
+
+    batch, next_n, heads, _ = sets[0].q.shape
+    fold = 1
+    if next_n > 2 and torch.cuda.get_device_capability()[0] == 9:
+        fold = next_n // 2 if next_n % 2 == 0 else next_n
+    prepared = {}
+    for s in sets:
+        q = s.q.view(batch * fold, next_n // fold, heads, HEAD_DIM)
+        lens = row_limits(s).int().view(batch * fold, -1)
+        tables = s.layout.block_tables.repeat_interleave(fold, 0)
+        schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, BLOCK, deep_gemm.get_num_sms())
+        prepared[id(s)] = (q, lens, tables, schedule)
+
+    def logits(s: InputSet, fresh_schedule: bool = False) -> torch.Tensor:
+        q, lens, tables, schedule = prepared[id(s)]
+        if fresh_schedule:
+            schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, BLOCK, deep_gemm.get_num_sms())
+        return deep_gemm.fp8_paged_mqa_logits(
+            q, pool, s.weights, lens, tables, schedule, max_seq_len, clean_logits=False
+        )
+
+    return {"deep_gemm": logits, "deep_gemm, schedule + logits": lambda s: logits(s, True)}
+
+
+def plain_gather(pool: torch.Tensor, layouts: list[Layout]) -> tuple[str, list[Callable]]:
+    """The roof of a paged read: the same blocks, one float32 per token. Returns the fastest tile's calls."""
+    from triton_kernels import gather_kernel
+
+    words = pool.view(len(pool), -1).view(torch.int32)
+    blocks = words[layouts[0].pages.long()]
+    values = blocks[:, : BLOCK * HEAD_DIM // 4].reshape(-1, HEAD_DIM // 4)
+    expected = (values.sum(1) + blocks[:, BLOCK * HEAD_DIM // 4 :].flatten()).int().float()
+    outs = [torch.empty(len(layout.pages) * BLOCK, device=pool.device) for layout in layouts]
+    candidates = {}
+    for tile, warps in GATHER_TILES:
+        calls = [
+            functools.partial(
+                gather_kernel[(-(-len(out) // tile),)],
+                words, layout.pages, out, len(out),
+                BLOCK=BLOCK, WORDS=HEAD_DIM // 4, TILE=tile, num_warps=warps,
+            )
+            for layout, out in zip(layouts, outs, strict=True)
+        ]  # fmt: skip
+        outs[0].fill_(torch.nan)
+        calls[0]()
+        if not torch.equal(outs[0], expected):
+            raise RuntimeError(f"the plain gather with tile {tile} does not read what it should")
+        candidates[f"{tile} tokens {warps} warps"] = calls
+    times = common.graph_times(candidates, target_ms=1.0, replays=5)
+    best = min(times, key=lambda name: times[name]["us"])
+    return best, candidates[best]
+
+
+def base_row(batch: int, mean: int, sets: list[InputSet]) -> dict:
+    next_n, heads = sets[0].q.shape[1:3]
+    tokens = statistics.mean(int(s.layout.seq_lens.sum()) for s in sets)
+    return {
+        "batch": batch,
+        "mean": mean,
+        "next_n": next_n,
+        "heads": heads,
+        "sets": len(sets),
+        "tokens": tokens,
+        "useful_bytes": tokens * ROW_BYTES + tokens * next_n * 4,
+        "gather_bytes": tokens * (ROW_BYTES + 4),
+        "flops": 2 * tokens * next_n * heads * HEAD_DIM,
+    }
+
+
+def add_rates(row: dict) -> None:
+    us = row["times"]["ours"]["us"]
+    row["useful_gbs"] = row["useful_bytes"] / us / 1e3
+    row["tflops"] = row["flops"] / us / 1e6
+
+
+def cuda_row(
+    pool: torch.Tensor,
+    shape: tuple[int, int],
+    sets: list[InputSet],
+    max_seq_len: int,
+    gather: list[Callable],
+    peer: str | None,
+) -> dict:
+    row = base_row(*shape, sets)
+    reference = reference_part(sets[0], pool)
+    ours = our_contenders(pool, max_seq_len)
+    errors, results, contenders = {}, {}, dict(ours)
+    for name, call in ours.items():
+        errors[name], results[name] = check(name, call, sets, reference)
+        if not torch.equal(results[name], results["ours"]):
+            raise RuntimeError(f"{name}: a schedule changed the result")
+    if peer:
+        try:
+            theirs = deep_gemm_contenders(pool, sets, max_seq_len)
+            errors |= {name: check(name, call, sets, reference)[0] for name, call in theirs.items()}
+            contenders |= theirs
+        except RuntimeError as refusal:  # a shape it does not take, or a wrong result
+            row["peer_failed"] = str(refusal).splitlines()[0]
+    timed = {name: [functools.partial(call, s) for s in sets] for name, call in contenders.items()}
+    row["times"] = common.graph_times({**timed, "plain gather": gather})
+    row["errors"] = errors
+    row["times_plain_gather"] = row["times"]["ours"]["us"] / row["times"]["plain gather"]["us"]
+    add_rates(row)
+    return row
+
+
+def eager_torch(pool: torch.Tensor, s: InputSet) -> torch.Tensor:
+    """The formula as one writes it in torch: gather, dequantise, multiply, rectify, weighted sum."""
+    batch, next_n, heads, _ = s.q.shape
+    blocks = pool.flatten(1)[s.layout.block_tables.long()]
+    k = blocks[..., : BLOCK * HEAD_DIM].view(torch.float8_e4m3fn).float().view(batch, -1, HEAD_DIM)
+    scale = blocks[..., BLOCK * HEAD_DIM :].view(torch.float32).reshape(batch, 1, -1)
+    products = (s.q.float().flatten(1, 2) @ k.mT).relu().view(batch, next_n, heads, -1)
+    logits = (s.weights.view(batch, next_n, 1, heads) @ products).squeeze(2) * scale
+    return logits.flatten(0, 1)
+
+
+def cpu_row(pool: torch.Tensor, shape: tuple[int, int], sets: list[InputSet], max_seq_len: int) -> dict:
+    row = base_row(*shape, sets)
+    reference = reference_part(sets[0], pool)
+    calls = {
+        "ours": our_contenders(pool, max_seq_len)["ours"],
+        "eager torch": functools.partial(eager_torch, pool),
+    }
+    row["errors"] = {name: check(name, call, sets, reference)[0] for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(common.REPLAYS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(sets[i % len(sets)])
+            times[name].append((time.perf_counter() - start) * 1e6)
+    row["times"] = {name: common.summary(values) for name, values in times.items()}
+    add_rates(row)
+    return row
+
+
+def bench_quantisers(pool: torch.Tensor) -> list[dict]:
+    """The FP8 quantisers and the gather at 65,536 tokens, against a copy of as many bytes.
+
+    Overwrites the pool. As many input sets as put 0.7 GB between two uses of the same one.
+    """
+    from triton_kernels import copy_kernel
+
+    tokens, heads, device = QUANTISED_TOKENS, 64, pool.device
+
+    def timed(op: str, error: float, num_bytes: int, calls: list[Callable]) -> dict:
+        words = num_bytes // 8  # half of the bytes are read, half are written
+        src = torch.randint(-(2**31), 2**31 - 1, (len(calls), words), dtype=torch.int32, device=device)
+        dst = torch.empty_like(src)
+        grid, tile = (-(-words // 4096),), 4096
+        copies = [
+            functools.partial(copy_kernel[grid], src[i], dst[i], words, TILE=tile, num_warps=4)
+            for i in range(len(calls))
+        ]
+        times = common.graph_times({"ours": calls, "copy": copies})
+        return {"op": op, "bytes": num_bytes, "sets": len(calls), "error": error, "times": times}
+
+    def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
+        """Of a round trip through e4m3: half a step of a 3-bit mantissa, near 2.5 % on normal data."""
+        return float((x - exact.float()).norm() / exact.float().norm())
+
+    q = torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    weights = torch.rand(tokens, heads, device=device) + 0.5
+    part = slice(0, 1024)
+    q_fp8, folded = mqa.quantize_q_fp8(q[part], weights[part])
+    error = relative_error(q_fp8.float() * (folded / weights[part])[..., None], q[part])
+    moved = tokens * heads * (2 * HEAD_DIM + 4 + HEAD_DIM + 4)
+    results = [timed("quantize_q_fp8", error, moved, [functools.partial(mqa.quantize_q_fp8, q, weights)])]
+    del q, weights, q_fp8, folded
+    torch.cuda.empty_cache()
+
+    requests, blocks = 16, tokens // BLOCK
+    order = torch.randperm(len(pool), device=device)
+
+    num_sets = -(-700_000_000 // (tokens * 2 * HEAD_DIM))
+    keys = torch.randn(num_sets, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    slots = order[: num_sets * blocks, None] * BLOCK + torch.arange(BLOCK, device=device)
+    slots = slots.view(num_sets, tokens)
+    writes = [functools.partial(mqa.quantize_k_cache_fp8, keys[i], slots[i], pool) for i in range(num_sets)]
+    writes[0]()
+    tables = order[:blocks].int().view(requests, -1)
+    cu_seq_lens = torch.arange(requests + 1, dtype=torch.int32, device=device) * (tokens // requests)
+    k, k_scale = mqa.gather_k_cache_fp8(pool, tables, cu_seq_lens, tokens)
+    error = relative_error(k.float() * k_scale[:, None], keys[0])
+    results.append(timed("quantize_k_cache_fp8", error, tokens * (2 * HEAD_DIM + 8 + ROW_BYTES), writes))
+    del keys, slots, writes
+    torch.cuda.empty_cache()
+
+    num_sets = -(-700_000_000 // (tokens * ROW_BYTES))
+    tables = order[: num_sets * blocks].int().view(num_sets, requests, -1)
+    reads = [
+        functools.partial(mqa.gather_k_cache_fp8, pool, tables[i], cu_seq_lens, tokens)
+        for i in range(num_sets)
+    ]
+    results.append(timed("gather_k_cache_fp8", error, tokens * 2 * ROW_BYTES, reads))
+    torch.cuda.empty_cache()
+    return results
+
+
+def bench_host(pool: torch.Tensor, peer: str | None) -> dict[str, float]:
+    """Host microseconds per eager call, on a problem whose kernel is shorter than the call."""
+    [s] = make_sets(draw_layouts(4, 256, len(pool), 1, pool.device), 64, 1, 512)
+    calls = {name: functools.partial(call, s) for name, call in our_contenders(pool, 512).items()}
+    calls["ours, fresh result"] = lambda: mqa.fp8_paged_mqa_logits(
+        s.q, pool, s.weights, s.layout.block_tables, s.layout.seq_lens, 512
+    )
+    if peer:
+        calls |= {
+            name: functools.partial(call, s) for name, call in deep_gemm_contenders(pool, [s], 512).items()
+        }
+    few = torch.zeros(16, device=pool.device)
+    calls["torch add_ on 16 floats"] = lambda: few.add_(1)
+    return {name: common.host_us(call) for name, call in calls.items()}
+
+
+def print_cuda_tables(record: dict) -> None:
+    def us(row: dict, name: str) -> str:
+        return f"{row['times'][name]['us']:.2f}" if name in row["times"] else "-"
+
+    header = ["shape", "n", "H", "us", "given", "+ sched", "gather us", "GB/s", "% roof", "x gather"]
+    header += ["TFLOP/s", "error"]
+    rows = [
+        [
+            f"{row['batch']} x {row['mean']}",
+            str(row["next_n"]),
+            str(row["heads"]),
+            us(row, "ours"),
+            us(row, "ours, schedule given"),
+            us(row, "ours, schedule + logits"),
+            us(row, "plain gather"),
+            f"{row['useful_gbs']:.0f}",
+            f"{100 * row['read_roof_share']:.1f}",
+            f"{row['times_plain_gather']:.2f}",
+            f"{row['tflops']:.0f}",
+            f"{row['errors']['ours']:.1e}",
+        ]
+        for row in record["rows"]
+    ]
+    if record["peer"]:
+        header += ["peer us", "+ sched", "peer/given", "peer error"]
+        for line, row in zip(rows, record["rows"], strict=True):
+            theirs = row["times"].get(record["peer"])
+            ratio = f"{theirs['us'] / row['times']['ours, schedule given']['us']:.2f}" if theirs else "-"
+            error = f"{row['errors'][record['peer']]:.1e}" if theirs else "-"
+            line += [
+                us(row, record["peer"]),
+                us(row, f"{record['peer']}, schedule + logits"),
+                ratio,
+                error,
+            ]
+    print(common.format_table(header, rows))
+    quantisers = [
+        [
+            r["op"],
+            us(r, "ours"),
+            f"{r['bytes'] / r['times']['ours']['us'] / 1e3:.0f}",
+            us(r, "copy"),
+            f"{r['times']['ours']['us'] / r['times']['copy']['us']:.2f}",
+            f"{r['error']:.1e}",
+        ]
+        for r in record["quantisers"]
+    ]
+    print(f"\n{QUANTISED_TOKENS} tokens, D {HEAD_DIM} (q: 64 heads):")
+    print(common.format_table(["op", "us", "GB/s", "copy us", "x copy", "round-trip error"], quantisers))
+    print("\nhost time of one eager call:")
+    host = [[name, f"{microseconds:.1f}"] for name, microseconds in record["host_us"].items()]
+    print(common.format_table(["call", "us"], host))
+
+
+def print_cpu_table(record: dict) -> None:
+    header = ["shape", "n", "H", "us", "GB/s", "TFLOP/s", "error", "eager torch us", "eager/ours"]
+    rows = [
+        [
+            f"{row['batch']} x {row['mean']}",
+            str(row["next_n"]),
+            str(row["heads"]),
+            f"{row['times']['ours']['us']:.0f}",
+            f"{row['useful_gbs']:.2f}",
+            f"{row['tflops']:.3f}",
+            f"{row['errors']['ours']:.1e}",
+            f"{row['times']['eager torch']['us']:.0f}",
+            f"{row['times']['eager torch']['us'] / row['times']['ours']['us']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    print(common.format_table(header, rows))
+
+
+def parse_arguments() -> argparse.Namespace:
+    def shape(text: str) -> tuple[int, int]:
+        batch, mean = text.split("x")
+        return int(batch), int(mean)
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 32])
+    parser.add_argument("--next-n", type=int, nargs="+", help="default: 1 2 3 4 (CPU: 1 2)")
+    parser.add_argument("--shapes", type=shape, nargs="+", metavar="BATCHxMEAN", help="for example 1x131072")
+    parser.add_argument("--peer", choices=["deep_gemm"], help="time this package beside ours (CUDA)")
+    parser.add_argument("--output", type=pathlib.Path, default=common.RESULTS, metavar="DIR")
+    return parser.parse_args()
+
+
+def run_cuda(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
+    device = torch.device("cuda", torch.cuda.current_device())
+    record["ceilings"] = ceilings = common.ceilings()
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings.items() if isinstance(rate, float))
+    print(f"ceilings: {rates}", flush=True)
+    torch.cuda.empty_cache()
+    pool = make_pool(CUDA_POOL_BLOCKS, device)
+    for shape in arguments.shapes or CUDA_SHAPES:
+        layouts = draw_layouts(*shape, len(pool), CUDA_MAX_SETS, device)
+        max_seq_len = max(int(layout.seq_lens.max()) for layout in layouts)
+        tile, gather = plain_gather(pool, layouts)
+        for heads in arguments.heads:
+            for next_n in arguments.next_n or [1, 2, 3, 4]:
+                sets = make_sets(layouts, heads, next_n, max_seq_len)
+                row = cuda_row(pool, shape, sets, max_seq_len, gather, arguments.peer)
+                row["gather_tile"] = tile
+                row["read_roof_share"] = row["useful_gbs"] / ceilings["read_gbs"]
+                record["rows"].append(row)
+                del sets
+                torch.cuda.empty_cache()
+                times = "; ".join(f"{name} {t['us']:.2f}" for name, t in row["times"].items())
+                print(f"{shape[0]} x {shape[1]} n {next_n} H {heads}, us: {times}", flush=True)
+    common.save(record, arguments.output)  # nothing below costs as much to measure again
+    record["host_us"] = bench_host(pool, arguments.peer)
+    record["quantisers"] = bench_quantisers(pool)
+    print()
+    print_cuda_tables(record)
+    return common.save(record, arguments.output)
+
+
+def run_cpu(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
+    device = torch.device("cpu")
+    pool = make_pool(CPU_POOL_BLOCKS, device)
+    for shape in arguments.shapes or CPU_SHAPES:
+        layouts = draw_layouts(*shape, len(pool), CPU_MAX_SETS, device)
+        max_seq_len = max(int(layout.seq_lens.max()) for layout in layouts)
+        for heads in arguments.heads:
+            for next_n in arguments.next_n or [1, 2]:
+                sets = make_sets(layouts, heads, next_n, max_seq_len)
+                row = cpu_row(pool, shape, sets, max_seq_len)
+                record["rows"].append(row)
+                us = row["times"]["ours"]["us"]
+                print(f"{shape[0]} x {shape[1]} n {next_n} H {heads}: {us:.0f} us", flush=True)
+    print()
+    print_cpu_table(record)
+    return common.save(record, arguments.output)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    on_gpu = torch.cuda.is_available()
+    if arguments.peer:
+        if not on_gpu:
+            raise SystemExit("--peer needs a CUDA device")
+        try:
+            __import__(arguments.peer)
+        except ImportError as error:
+            raise SystemExit(f"--peer {arguments.peer}: {error}") from error
+    record = {"bench": "paged_logits", **common.environment(torch.device("cuda" if on_gpu else "cpu"))}
+    record |= {"method": METHOD if on_gpu else CPU_METHOD, "peer": arguments.peer, "rows": []}
+    print(f"{record['card']}, torch {record['torch']}, commit {record['commit']}", flush=True)
+    path = (run_cuda if on_gpu else run_cpu)(arguments, record)
+    print(f"\n{path}")
+    if on_gpu:
+        print(plot.draw(path))
+
+
+if __name__ == "__main__":
+    main()

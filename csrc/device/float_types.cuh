@@ -1,0 +1,72 @@
+// Conversions between float32 and the 8- and 16-bit float types, and unaligned 16-byte loads.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace mqa::device {
+
+// e4m3 codes 2i and 2i + 1 of a word as half2 bits: exact, NaN stays NaN. One instruction from sm_89 on, which
+// cuda_fp8.h emulates before.
+__device__ __forceinline__ uint32_t half2_from_e4m3x2(uint32_t codes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
+  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
+}
+
+// Nearest e4m3 code, ties to even, saturating; NaN gives 0x7F.
+__device__ __forceinline__ uint8_t e4m3_from_float(float value) {
+  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
+__device__ __forceinline__ float load_float(const void* data, FloatType type, int64_t index) {
+  switch (type) {
+    case FloatType::kBFloat16: return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(data) + index));
+    case FloatType::kFloat16: return __half2float(__ldg(static_cast<const __half*>(data) + index));
+    default: return __ldg(static_cast<const float*>(data) + index);
+  }
+}
+
+__device__ __forceinline__ void store_float(void* data, FloatType type, int64_t index, float value) {
+  switch (type) {
+    case FloatType::kBFloat16: static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(value); break;
+    case FloatType::kFloat16: static_cast<__half*>(data)[index] = __float2half_rn(value); break;
+    default: static_cast<float*>(data)[index] = value;
+  }
+}
+
+// Loads (of memory that the kernel does not write) and stores of `Vector` (uint2, uint4, float4) at an address that
+// callers' views may have left unaligned.
+template <typename Vector>
+__device__ __forceinline__ Vector load_any(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) == 0) return __ldg(static_cast<const Vector*>(address));
+  Vector value;
+  for (int i = 0; i < static_cast<int>(sizeof(Vector)); ++i) {
+    reinterpret_cast<uint8_t*>(&value)[i] = static_cast<const uint8_t*>(address)[i];
+  }
+  return value;
+}
+
+template <typename Vector>
+__device__ __forceinline__ void store_any(void* address, Vector value) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) == 0) {
+    *static_cast<Vector*>(address) = value;
+    return;
+  }
+  for (int i = 0; i < static_cast<int>(sizeof(Vector)); ++i) {
+    static_cast<uint8_t*>(address)[i] = reinterpret_cast<const uint8_t*>(&value)[i];
+  }
+}
+
+// max(x, 0) that keeps NaN.
+__device__ __forceinline__ float relu(float x) {
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+}  // namespace mqa::device

@@ -1,0 +1,45 @@
+// Host side of a launch: what a kernel may use on a device, found out once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <mutex>
+
+#include "common/stable.h"
+
+namespace mqa::device {
+
+constexpr int kMaxDevices = 64;
+
+struct KernelFacts {
+  int multiprocessors;
+  int dynamic_shared_limit;  // bytes a block may ask for at launch
+  int ptx_version;           // architecture the loaded code was written for: 10 x major + minor
+};
+
+// Facts about `kernel` on the current device, which is `device`. The first call loads the kernel into the device's context
+// and raises its shared-memory limit; neither is a stream operation, so this may happen under graph capture.
+template <auto kernel>
+const KernelFacts& kernel_facts(int device) {
+  static std::array<KernelFacts, kMaxDevices> facts;
+  static std::array<std::once_flag, kMaxDevices> once;
+  STD_TORCH_CHECK(device < kMaxDevices, "torch_mqa_ops serves devices 0 to ", kMaxDevices - 1, ", got ", device);
+  std::call_once(once[device], [device] {
+    KernelFacts& found = facts[device];
+    cudaFuncAttributes attributes;
+    int opt_in = 0;
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&opt_in, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    found.dynamic_shared_limit = opt_in - static_cast<int>(attributes.sharedSizeBytes);
+    found.ptx_version = attributes.ptxVersion;
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, found.dynamic_shared_limit));
+  });
+  return facts[device];
+}
+
+inline cudaStream_t current_stream(int device) { return static_cast<cudaStream_t>(current_cuda_stream(device)); }
+
+}  // namespace mqa::device

@@ -1,0 +1,414 @@
+// FP8 paged logits for every architecture from sm_80 on and every supported shape.
+//
+// One block per worker walks its units of 256 tokens. K is the row operand of mma.sync (32 tokens per warp and step), q the
+// column operand (8 heads per instruction), so a lane ends with its tokens' scores under a few heads and the sum over heads
+// is a loop and two shuffles. Each warp owns a ring of stages filled by cp.async and never waits for another warp except
+// when the block moves on to the next request and loads its q. All query slots of a request that fit in shared memory
+// share one read of K.
+//
+// A dot product does not care about the order of its terms. So lane (g, c) takes 16 neighbouring bytes of a token as its
+// operands for four (half: K = 16) or two (e4m3: K = 32) instructions, and q is stored in the same permuted order.
+//
+// Bits: a score depends on its own q, K, scale and weights alone. Heads are walked in order, and every other choice (work
+// split, warps, stages, slots per pass) moves whole tiles about.
+#pragma once
+
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+#include "device/float_types.cuh"
+#include "device/mma.cuh"
+#include "paged_logits/portable_config.h"
+#include "paged_logits/schedule.cuh"
+
+namespace mqa::paged_logits {
+
+// Architectures with an e4m3 matrix unit behind mma.sync. On sm_90 and sm_100 the instruction exists but is compiled to
+// conversions in every step: converting once and multiplying halves is faster there.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#define MQA_E4M3_MATRIX_UNIT 1
+#else
+#define MQA_E4M3_MATRIX_UNIT 0
+#endif
+
+// The matrix operands that one 4-byte word (4 elements) of K or q turns into.
+#if MQA_E4M3_MATRIX_UNIT
+constexpr int kWordRegisters = 1;
+#else
+constexpr int kWordRegisters = 2;
+#endif
+
+template <int kHeadDim>
+struct PortableShape {
+  static constexpr int kLaneWords = kHeadDim / 16;                       // words of one token in one lane
+  static constexpr int kLaneRegisters = kLaneWords * kWordRegisters;     // operand registers of one token in one lane
+  static constexpr int kVectors = (kLaneRegisters + 3) / 4;              // 16-byte vectors of q operands per lane
+  static constexpr int kHeadTileBytes = kVectors * kWarpThreads * 16;    // q operands of 8 heads
+};
+
+// A lane's words of the row that starts at `row`; chunks of 16 bytes are swizzled by `swizzle` (0 or 4).
+template <int kHeadDim>
+__device__ __forceinline__ void load_row_words(uint32_t (&words)[kHeadDim / 16], const uint8_t* row, int c, int swizzle) {
+  if constexpr (kHeadDim == 32) {
+    const uint2 pair = *reinterpret_cast<const uint2*>(row + 8 * c);
+    words[0] = pair.x;
+    words[1] = pair.y;
+  } else {
+#pragma unroll
+    for (int half = 0; half < kHeadDim / 64; ++half) {
+      const uint4 vector = *reinterpret_cast<const uint4*>(row + 16 * ((4 * half + c) ^ swizzle));
+      words[4 * half + 0] = vector.x;
+      words[4 * half + 1] = vector.y;
+      words[4 * half + 2] = vector.z;
+      words[4 * half + 3] = vector.w;
+    }
+  }
+}
+
+// Operand registers of a word, in the order in which both operands use them.
+__device__ __forceinline__ void expand_word(uint32_t word, uint32_t* registers) {
+#if MQA_E4M3_MATRIX_UNIT
+  registers[0] = word;
+#else
+  registers[0] = device::half2_from_e4m3x2(word & 0xffff);
+  registers[1] = device::half2_from_e4m3x2(word >> 16);
+#endif
+}
+
+// One instruction consumes two registers of each of two tokens (rows g and g + 8) and two of a head.
+__device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* token, const uint32_t* token_8, uint32_t b0,
+                                         uint32_t b1) {
+#if MQA_E4M3_MATRIX_UNIT
+  device::mma_e4m3(scores, token[0], token_8[0], token[1], token_8[1], b0, b1);
+#else
+  device::mma_half(scores, token[0], token_8[0], token[1], token_8[1], b0, b1);
+#endif
+}
+
+// The limit of row (request, slot): columns below it are live.
+__device__ __forceinline__ int64_t row_limit(const LogitsParams& p, int64_t request, int64_t slot) {
+  const int64_t limit = p.lengths_per_slot ? load_length(p.lengths, request, slot)
+                                           : load_length(p.lengths, request, 0) - p.next_n + slot + 1;
+  return min(max(limit, int64_t{0}), p.capacity);
+}
+
+__device__ __forceinline__ int64_t request_limit(const LogitsParams& p, int64_t request) {
+  return min(request_length(p.lengths, request), p.capacity);
+}
+
+// The tiles that one warp scores, in order: for each request of the worker's range and each pass over its slots, every
+// warps-th tile. All lanes hold the same values.
+struct TileWalk {
+  Position end;
+  int64_t request, pass, tile, limit;
+  int64_t first_tile, last_tile;  // of this request, last excluded
+
+  __device__ bool done() const { return request > end.request || (request == end.request && end.unit == 0); }
+
+  __device__ void enter(const LogitsParams& p, int64_t first_unit, int warp) {
+    limit = done() ? 0 : request_limit(p, request);
+    int64_t units = units_of(limit);
+    if (request == end.request) units = min(units, end.unit);
+    first_tile = first_unit * kTilesPerUnit;
+    last_tile = min(units * kTilesPerUnit, (limit + kTileTokens - 1) / kTileTokens);
+    pass = 0;
+    tile = first_tile + warp;
+  }
+
+  // Moves on to a tile of this warp, if there is one.
+  __device__ void settle(const LogitsParams& p, int64_t passes, int warp) {
+    while (!done() && tile >= last_tile) {
+      if (first_tile < last_tile && ++pass < passes) {
+        tile = first_tile + warp;
+      } else {
+        if (request == end.request) {
+          request = end.request + 1;
+          return;
+        }
+        ++request;
+        enter(p, 0, warp);
+      }
+    }
+  }
+};
+
+template <int kHeadDim>
+struct PortableKernel {
+  using Shape = PortableShape<kHeadDim>;
+  using Stage = PortableStage<kHeadDim>;
+
+  const LogitsParams& p;
+  const PortablePlan plan;
+  uint8_t* q_operands;  // [slots][H / 8][vectors][32 lanes][16 bytes]
+  float* head_weights;  // [slots][H]
+  uint8_t* ring;        // this warp's stages
+  int lane, warp, warps;
+
+  // Page ids of the next tile to be fetched, one per half and lane; loaded a tile ahead because cp.async needs them.
+  int32_t next_page;
+
+  __device__ PortableKernel(const LogitsParams& params, const PortablePlan& launch, uint8_t* shared)
+      : p(params), plan(launch), lane(threadIdx.x % kWarpThreads), warp(threadIdx.x / kWarpThreads),
+        warps(blockDim.x / kWarpThreads), next_page(-1) {
+    q_operands = shared;
+    head_weights = reinterpret_cast<float*>(shared + plan.slots * (p.heads / 8) * Shape::kHeadTileBytes);
+    ring = reinterpret_cast<uint8_t*>(head_weights + plan.slots * p.heads) + warp * plan.stages * Stage::kBytes;
+  }
+
+  __device__ int64_t passes() const { return (p.next_n + plan.slots - 1) / plan.slots; }
+
+  __device__ void load_pages(const TileWalk& walk) {
+    next_page = -1;
+    if (walk.done()) return;
+    const int64_t token = walk.tile * kTileTokens + (lane & kHalfTokens);
+    // Tokens past the limit may have no column in the table.
+    if (token < walk.limit) {
+      next_page = __ldg(p.block_tables + walk.request * p.table_stride + (token >> p.cache.block_shift));
+    }
+  }
+
+  // Starts the copies of the walk's tile into `stage` and moves the walk on. Always closes one group, so that the groups
+  // can be counted.
+  __device__ void fetch(TileWalk& walk, int stage_index) {
+    if (!walk.done()) {
+      uint8_t* stage = ring + stage_index * Stage::kBytes;
+      const bool present = next_page >= 0 && next_page < p.cache.num_blocks;
+      const int64_t token = walk.tile * kTileTokens + (lane & kHalfTokens);
+      const int64_t in_block = token & (p.cache.block_size - 1);
+      // Addresses of the half that this lane stands for; lanes 0 and 16 speak for the two halves.
+      const uint8_t* block = p.cache.data + (present ? next_page * p.cache.block_stride : 0);
+      const auto values = reinterpret_cast<uint64_t>(block + in_block * kHeadDim);
+      const auto scales = reinterpret_cast<uint64_t>(block + p.cache.block_size * kHeadDim + in_block * sizeof(float));
+      const unsigned halves = __ballot_sync(~0u, present);
+
+      constexpr int kRowChunks = kHeadDim / 16;
+      constexpr int kHalfChunks = kHalfTokens * kRowChunks;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t half_values = __shfl_sync(~0u, values, half * kHalfTokens);
+        const uint64_t half_scales = __shfl_sync(~0u, scales, half * kHalfTokens);
+        if (!(halves >> (half * kHalfTokens) & 1)) continue;
+#pragma unroll
+        for (int chunk = lane; chunk < kHalfChunks; chunk += kWarpThreads) {
+          const int row = half * kHalfTokens + chunk / kRowChunks;
+          const int column = chunk % kRowChunks ^ row_swizzle(row);
+          device::copy_async_16(stage + row * kHeadDim + column * 16,
+                                reinterpret_cast<const uint8_t*>(half_values) + chunk * 16);
+        }
+        if (lane < 4) {
+          device::copy_async_16(stage + Stage::kScales + (half * 4 + lane) * 16,
+                                reinterpret_cast<const uint8_t*>(half_scales) + lane * 16);
+        }
+      }
+      if (lane == 0) {
+        *reinterpret_cast<uint32_t*>(stage + Stage::kAbsent) = (halves & 1 ? 0 : 1) | (halves >> 16 & 1 ? 0 : 2);
+      }
+      walk.tile += warps;
+      walk.settle(p, passes(), warp);
+      load_pages(walk);
+    }
+    device::commit_copies();
+  }
+
+  // Rows of 128 bytes would put the same chunk of every row into the same banks.
+  __device__ static int row_swizzle(int row) { return kHeadDim == 128 ? (row & 1) * 4 : 0; }
+
+  // q and weights of the slots of one pass, by the whole block.
+  __device__ void load_queries(int64_t request, int64_t first_slot, int64_t slots) {
+    constexpr int kLaneBytes = kHeadDim == 32 ? 8 : 16;
+    constexpr int kChunks = kHeadDim == 32 ? 1 : kHeadDim / 64;
+    constexpr int kChunkRegisters = kLaneBytes / 4 * kWordRegisters;
+    const int head_tiles = static_cast<int>(p.heads / 8);
+    const int items = static_cast<int>(slots) * head_tiles * kChunks * kWarpThreads;
+#pragma unroll 4
+    for (int item = threadIdx.x; item < items; item += blockDim.x) {
+      const int item_lane = item % kWarpThreads;
+      const int chunk = item / kWarpThreads % kChunks;
+      const int head_tile = item / kWarpThreads / kChunks % head_tiles;
+      const int slot = item / kWarpThreads / kChunks / head_tiles;
+      const int head = head_tile * 8 + item_lane / 4;
+      const uint8_t* source = p.q + request * p.q_batch_stride + (first_slot + slot) * p.q_slot_stride +
+                              head * kHeadDim + (4 * chunk + item_lane % 4) * kLaneBytes;
+      uint32_t registers[8];
+      if constexpr (kHeadDim == 32) {
+        const uint2 words = device::load_any<uint2>(source);
+        expand_word(words.x, registers);
+        expand_word(words.y, registers + kWordRegisters);
+      } else {
+        const uint4 words = device::load_any<uint4>(source);
+        expand_word(words.x, registers);
+        expand_word(words.y, registers + kWordRegisters);
+        expand_word(words.z, registers + 2 * kWordRegisters);
+        expand_word(words.w, registers + 3 * kWordRegisters);
+      }
+      uint8_t* target = q_operands + (slot * head_tiles + head_tile) * Shape::kHeadTileBytes + item_lane * 16;
+#pragma unroll
+      for (int i = 0; i < kChunkRegisters; ++i) {
+        const int index = chunk * kChunkRegisters + i;
+        reinterpret_cast<uint32_t*>(target + index / 4 * kWarpThreads * 16)[index % 4] = registers[i];
+      }
+    }
+    const int heads = static_cast<int>(p.heads);
+    for (int item = threadIdx.x; item < slots * heads; item += blockDim.x) {
+      const int64_t row = request * p.next_n + first_slot + item / heads;
+      head_weights[item] = device::load_float(p.weights, p.weights_type, row * p.weights_stride + item % heads);
+    }
+  }
+
+  // Scores of 32 tokens under one slot: lane (g, c) returns that of token 8 c + g, before the token's scale.
+  __device__ float score(const uint32_t (&tokens)[4][Shape::kLaneRegisters], int slot) const {
+    const int c = lane % 4;
+    const int head_tiles = static_cast<int>(p.heads / 8);
+    const uint8_t* operands = q_operands + slot * head_tiles * Shape::kHeadTileBytes + lane * 16;
+    const float* slot_weights = head_weights + slot * p.heads + 2 * c;
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};  // tokens g, g + 8, g + 16, g + 24
+
+    for (int head_tile = 0; head_tile < head_tiles; head_tile += 2) {
+      // Two head tiles at a time give the matrix unit four independent chains; H = 8 has one.
+      const bool second = head_tile + 1 < head_tiles;
+      float scores[2][2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !second) break;
+#pragma unroll
+        for (int vector = 0; vector < Shape::kVectors; ++vector) {
+          const uint4 b = *reinterpret_cast<const uint4*>(operands + (head_tile + i) * Shape::kHeadTileBytes +
+                                                          vector * kWarpThreads * 16);
+          const int at = 4 * vector;
+          multiply(scores[i][0], &tokens[0][at], &tokens[1][at], b.x, b.y);
+          multiply(scores[i][1], &tokens[2][at], &tokens[3][at], b.x, b.y);
+          if (at + 2 < Shape::kLaneRegisters) {
+            multiply(scores[i][0], &tokens[0][at + 2], &tokens[1][at + 2], b.z, b.w);
+            multiply(scores[i][1], &tokens[2][at + 2], &tokens[3][at + 2], b.z, b.w);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !second) break;
+        const float2 w = *reinterpret_cast<const float2*>(slot_weights + (head_tile + i) * 8);
+#pragma unroll
+        for (int token = 0; token < 4; ++token) {
+          const float* pair = &scores[i][token / 2][token % 2 * 2];
+          sums[token] = fmaf(device::relu(pair[0]), w.x, sums[token]);
+          sums[token] = fmaf(device::relu(pair[1]), w.y, sums[token]);
+        }
+      }
+    }
+#pragma unroll
+    for (int token = 0; token < 4; ++token) {
+      sums[token] += __shfl_xor_sync(~0u, sums[token], 1);
+      sums[token] += __shfl_xor_sync(~0u, sums[token], 2);
+    }
+    return c == 0 ? sums[0] : c == 1 ? sums[1] : c == 2 ? sums[2] : sums[3];
+  }
+
+  // -inf in the columns [first, last) of a row, by one warp.
+  __device__ void fill_absent(int64_t row, int64_t first, int64_t last) const {
+    for (int64_t column = first + lane; column < last; column += kWarpThreads) {
+      device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
+    }
+  }
+
+  // Scores the tile in `stage` for the slots of a pass and refills the stage with the tile that `ahead` points at.
+  __device__ void score_tile(const TileWalk& walk, int64_t first_slot, int slots, TileWalk& ahead, int stage_index) {
+    const int g = lane / 4;
+    const int c = lane % 4;
+    const uint8_t* stage = ring + stage_index * Stage::kBytes;
+    uint32_t tokens[4][Shape::kLaneRegisters];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[Shape::kLaneWords];
+      const int row = 8 * i + g;
+      load_row_words<kHeadDim>(words, stage + row * kHeadDim, c, row_swizzle(row));
+#pragma unroll
+      for (int word = 0; word < Shape::kLaneWords; ++word) expand_word(words[word], &tokens[i][word * kWordRegisters]);
+    }
+    const int own = 8 * c + g;  // the token whose score this lane stores
+    const float scale = reinterpret_cast<const float*>(stage + Stage::kScales)[own];
+    const bool absent = *reinterpret_cast<const uint32_t*>(stage + Stage::kAbsent) >> (own / kHalfTokens) & 1;
+    __syncwarp();  // every lane has read the stage
+    fetch(ahead, stage_index);
+
+    const int64_t column = walk.tile * kTileTokens + own;
+    for (int slot = 0; slot < slots; ++slot) {
+      const float sum = score(tokens, slot);
+      const int64_t row = walk.request * p.next_n + first_slot + slot;
+      if (column < row_limit(p, walk.request, first_slot + slot)) {
+        device::store_float(p.out, p.out_type, row * p.out_stride + column, absent ? -INFINITY : sum * scale);
+      } else if (p.clean && column < p.max_seq_len) {
+        device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
+      }
+    }
+  }
+
+  // The walk from `begin` up to `end`, which the whole block makes together.
+  __device__ void score_range(Position begin, Position end) {
+    TileWalk ahead{end};
+    ahead.request = begin.request;
+    ahead.enter(p, begin.unit, warp);
+    ahead.settle(p, passes(), warp);
+    load_pages(ahead);
+    for (int stage = 0; stage < plan.stages; ++stage) fetch(ahead, stage);
+
+    int stage = 0;
+    TileWalk walk{end};
+    walk.request = begin.request;
+    for (walk.enter(p, begin.unit, warp); !walk.done(); ++walk.request, walk.enter(p, 0, warp)) {
+      if (walk.first_tile >= walk.last_tile) continue;
+      for (int64_t first_slot = 0; first_slot < p.next_n; first_slot += plan.slots) {
+        const int slots = static_cast<int>(min(int64_t{plan.slots}, p.next_n - first_slot));
+        __syncthreads();  // the last request's q has been used
+        load_queries(walk.request, first_slot, slots);
+        __syncthreads();
+        for (walk.tile = walk.first_tile + warp; walk.tile < walk.last_tile; walk.tile += warps) {
+          if (plan.stages == 2) device::wait_copies<1>(); else device::wait_copies<0>();
+          __syncwarp();  // the other lanes' copies have landed too
+          score_tile(walk, first_slot, slots, ahead, stage);
+          stage = stage + 1 == plan.stages ? 0 : stage + 1;
+        }
+      }
+    }
+    device::wait_copies<0>();
+  }
+
+  // Columns that no scored tile covers, for clean_logits; rows are dealt out in pieces over all warps of the grid.
+  __device__ void fill_dead_columns() const {
+    constexpr int64_t kPiece = 1024;
+    const int64_t pieces = (p.max_seq_len + kPiece - 1) / kPiece;
+    const int64_t all_warps = int64_t{gridDim.x} * warps;
+    for (int64_t item = int64_t{blockIdx.x} * warps + warp; item < p.batch * p.next_n * pieces; item += all_warps) {
+      const int64_t row = item / pieces;
+      const int64_t limit = request_limit(p, row / p.next_n);
+      const int64_t scored = (limit + kTileTokens - 1) / kTileTokens * kTileTokens;
+      const int64_t first = item % pieces * kPiece;
+      fill_absent(row, max(first, scored), min(first + kPiece, p.max_seq_len));
+    }
+  }
+};
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kPortableMaxWarps* kWarpThreads, 1)
+    portable_fp8_logits_kernel(const __grid_constant__ LogitsParams p, const PortablePlan plan) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ ScanStorage scan;
+  __shared__ Position starts[2];
+  PortableKernel<kHeadDim> kernel(p, plan, shared);
+
+  if (p.schedule == nullptr) {
+    const int64_t worker = blockIdx.x;
+    worker_starts(
+        p.batch, gridDim.x, worker, worker + 1, [&](int64_t request) { return units_of(request_limit(p, request)); },
+        [&](int64_t i, Position start) { starts[i - worker] = start; }, scan);
+    __syncthreads();
+    kernel.score_range(starts[0], starts[1]);
+  } else {
+    for (int64_t worker = blockIdx.x; worker < p.workers; worker += gridDim.x) {
+      kernel.score_range(load_start(p.schedule, worker, p.workers, p.batch),
+                         load_start(p.schedule, worker + 1, p.workers, p.batch));
+    }
+  }
+  if (p.clean) kernel.fill_dead_columns();
+}
+
+}  // namespace mqa::paged_logits

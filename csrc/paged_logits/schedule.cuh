@@ -1,0 +1,120 @@
+// The walk over all requests and their 256-token units, and where each worker starts in it.
+//
+// Safety rests on one fact. A worker i does the walk from start i up to start i + 1 in the order of positions; the first
+// start is taken as the beginning and the last as the end whatever the schedule says. Any sequence of positions between
+// those two crosses every unit at least once, so a stale, foreign or random schedule repeats work (writing the same bits
+// again) and can neither leave a unit out nor fail to end.
+#pragma once
+
+#include <cstdint>
+
+#include "paged_logits/params.h"
+
+namespace mqa::paged_logits {
+
+constexpr int kWarpThreads = 32;
+constexpr int kMaxWarps = 32;
+
+__device__ __forceinline__ int64_t load_length(const Lengths& lengths, int64_t request, int64_t slot) {
+  return __ldg(lengths.data + request * lengths.batch_stride + slot * lengths.slot_stride);
+}
+
+// The longest of a request's lengths, not below 0.
+__device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request) {
+  int64_t longest = 0;
+  for (int64_t slot = 0; slot < lengths.slots; ++slot) longest = max(longest, load_length(lengths, request, slot));
+  return longest;
+}
+
+__device__ __forceinline__ int64_t units_of(int64_t length) { return (length + kUnitTokens - 1) / kUnitTokens; }
+
+// Every thread of the block gets the units in front of its own run of neighbouring requests, and the total.
+struct UnitScan {
+  int64_t first_request, last_request;  // the thread's own run, last excluded
+  int64_t before;
+  int64_t total;
+};
+
+struct ScanStorage {
+  int64_t warp_units[kMaxWarps];
+};
+
+// `units(request)` is called by whole blocks; blockDim.x is a multiple of 32.
+template <typename Units>
+__device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& storage) {
+  const int lane = threadIdx.x % kWarpThreads;
+  const int warp = threadIdx.x / kWarpThreads;
+  const int warps = blockDim.x / kWarpThreads;
+  const int64_t run = (batch + blockDim.x - 1) / blockDim.x;
+  UnitScan scan;
+  scan.first_request = min(batch, threadIdx.x * run);
+  scan.last_request = min(batch, scan.first_request + run);
+
+  int64_t own = 0;
+  for (int64_t request = scan.first_request; request < scan.last_request; ++request) own += units(request);
+  int64_t inclusive = own;
+  for (int offset = 1; offset < kWarpThreads; offset *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, inclusive, offset);
+    if (lane >= offset) inclusive += below;
+  }
+  __syncthreads();  // the storage may still be read from an earlier scan
+  if (lane == kWarpThreads - 1) storage.warp_units[warp] = inclusive;
+  __syncthreads();
+  scan.before = inclusive - own;
+  scan.total = 0;
+  for (int i = 0; i < warps; ++i) {
+    if (i < warp) scan.before += storage.warp_units[i];
+    scan.total += storage.warp_units[i];
+  }
+  return scan;
+}
+
+// Calls emit(i, position) once in the block for each worker i of [first, last], worker number `workers` being the end.
+template <typename Units, typename Emit>
+__device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int64_t last, const Units& units,
+                              const Emit& emit, ScanStorage& storage) {
+  const UnitScan scan = scan_units(batch, units, storage);
+  const Split split(scan.total, workers);
+  int64_t before = scan.before;
+  for (int64_t request = scan.first_request; request < scan.last_request; ++request) {
+    const int64_t after = before + units(request);
+    if (after > before) {
+      for (int64_t i = max(first, split.first_worker(before)); i <= last && split.start(i) < after; ++i) {
+        emit(i, Position{request, split.start(i) - before});
+      }
+    }
+    before = after;
+  }
+  for (int64_t i = max(first, split.first_worker(scan.total)) + threadIdx.x; i <= last; i += blockDim.x) {
+    emit(i, Position{batch, 0});
+  }
+}
+
+// Row i of a schedule as a position; contents may be anything.
+__device__ __forceinline__ Position load_start(const int32_t* schedule, int64_t i, int64_t workers, int64_t batch) {
+  if (i == 0) return {0, 0};
+  if (i == workers) return {batch, 0};
+  const int64_t request = schedule[2 * i];
+  const int64_t unit = schedule[2 * i + 1];
+  if (request < 0) return {0, 0};
+  if (request >= batch) return {batch, 0};
+  return {request, unit < 0 ? 0 : unit};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// kernel: the schedule as a tensor
+// ---------------------------------------------------------------------------------------------------------------------
+
+__global__ void schedule_kernel(const ScheduleParams p) {
+  __shared__ ScanStorage storage;
+  worker_starts(
+      p.lengths.batch, p.workers, 0, p.workers,
+      [&](int64_t request) { return units_of(request_length(p.lengths, request)); },
+      [&](int64_t i, Position start) {
+        p.out[2 * i] = static_cast<int32_t>(start.request);
+        p.out[2 * i + 1] = static_cast<int32_t>(start.unit);
+      },
+      storage);
+}
+
+}  // namespace mqa::paged_logits

@@ -1,0 +1,518 @@
+"""A sparse-attention decode loop over real text, with its index keys in a paged FP8 cache.
+
+What a serving engine does with this library, to be read from top to bottom:
+
+1. prefill: a prompt's index keys go into shuffled pages through ``quantize_k_cache_fp8``;
+2. each decode step, in each layer: ``quantize_q_fp8`` and ``fp8_paged_mqa_logits`` score all positions so far,
+   ``torch.topk`` selects ``TOP_K`` of them, attention reads only those;
+3. continuous batching: a finished request returns its pages, and a waiting one takes its row;
+4. speculation: the second pass feeds two bytes per request and step (``next_n`` 2), the second one a draft;
+5. the step is one ``torch.compile(fullgraph=True)`` graph; on a GPU it is captured and replayed.
+
+The decoder is not trained. Its weights are seeded random projections laid out as an induction head: a key encodes
+the bytes before its position, a query the bytes up to now, so the indexer finds the places where the text went
+through the same context, and attention reads which byte followed there. Every step is fed the true text, not the
+guess; how often the guess was right is reported.
+
+``make demo`` runs it, or ``python examples/decode_loop.py [--text FILE] [--steps N] [--device cuda]``. It prints a
+table, saves a picture, and exits with 0 only if its checks hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_mqa_ops as mqa
+
+SEED = 2024
+BATCH = 4  # requests decoded together
+BLOCK_SIZE = 64  # tokens per page
+MAX_CONTEXT = 4096  # tokens of the longest request
+TOP_K = 64  # positions that attention may read
+LAYERS = 3
+INDEX_HEADS, INDEX_DIM = 64, 128
+SOFTMAX_SCALE = INDEX_DIM**-0.5 * INDEX_HEADS**-0.5
+HEADS, HEAD_DIM = 4, 128
+SHARPNESS = 3.0  # of the attention's softmax; training would have found it
+ORDERS = (1, 2, 3, 4, 6, 8)  # a context is its last 1, 2, ... bytes
+CODE = 64  # numbers that encode one of these
+CONTEXT = len(ORDERS) * CODE
+WINDOW = max(ORDERS) + 1  # bytes that give a position its context and the one before
+MEASURE_EVERY = 4  # steps from one comparison with the exact scorer to the next
+RECALL_FLOOR = 0.9
+
+# ------------------------------------------------------------------------------------------------- the decoder
+
+
+class LayerCache(NamedTuple):
+    """The pages of one layer. ``exact_k`` only serves to measure how well the FP8 index keys do."""
+
+    index: Tensor  # uint8 [pages, BLOCK_SIZE, 1, INDEX_DIM + 4]: the library's layout, keys and scales
+    kv: Tensor  # bfloat16 [pages * BLOCK_SIZE, HEAD_DIM + 2 * CODE]: a key and a value for all heads
+    exact_k: Tensor  # float32 [pages * BLOCK_SIZE, INDEX_DIM]
+
+
+class StepResult(NamedTuple):
+    guess: Tensor  # [B, n] the next byte
+    guess_ahead: Tensor  # [B, n] the byte after that, the draft of a speculative step
+    # Per layer, for the measurements:
+    scores: list[Tensor]  # [B * n, MAX_CONTEXT]
+    selected: list[Tensor]  # [B * n, TOP_K] positions, -1 where a row has fewer
+    index_q: list[Tensor]  # [B * n, INDEX_HEADS, INDEX_DIM], not quantised
+    index_weights: list[Tensor]  # [B * n, INDEX_HEADS]
+
+
+def sign_codes(number: Tensor, multipliers: Tensor) -> Tensor:
+    """A vector of +-1 for every number: equal for equal ones, nearly orthogonal for different ones."""
+    return ((number[..., None] * multipliers >> 31) & 1).float() * 2 - 1
+
+
+class Layer(nn.Module):
+    """Indexer and attention. Queries and keys share a random basis, so that their products measure how alike
+    they are; every query head weighs the orders of ORDERS in its own way."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        width = CONTEXT + CODE
+        for name, heads, dim, noise in (("index", INDEX_HEADS, INDEX_DIM, 0.5), ("attention", HEADS, HEAD_DIM, 0.0)):
+            basis = torch.randn(width, dim, generator=generator)
+            gain = torch.rand(heads, width // CODE, generator=generator).repeat_interleave(CODE, dim=1) + 0.5
+            per_head = gain[:, :, None] * basis + noise * torch.randn(heads, width, dim, generator=generator)
+            self.register_buffer(f"{name}_k", basis * width**-0.5)
+            self.register_buffer(f"{name}_q", per_head.permute(1, 0, 2).flatten(1) * width**-0.5)
+        self.register_buffer("index_gate", torch.randn(CONTEXT, INDEX_HEADS, generator=generator) * CONTEXT**-0.5)
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the residual stream: what to look for, what to be found by, what to hand over when found."""
+        context, previous, guess, _ = F.rms_norm(x, x.shape[-1:]).split((CONTEXT, CONTEXT, CODE, CODE), dim=-1)
+        byte = context[:, :CODE]  # the code of the newest byte alone
+        query = torch.cat((context, guess), dim=-1)  # "after this context, and what I think comes next"
+        key = torch.cat((previous, byte), dim=-1)  # "after that context came this byte"
+        return query, key, torch.cat((byte, guess), dim=-1)
+
+    def append(self, cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Writes rows to their slots; returns what went into ``cache.kv``, before rounding."""
+        index_k = key @ self.index_k
+        mqa.quantize_k_cache_fp8(index_k, slots, cache.index)
+        cache.exact_k[slots] = index_k
+        kv = torch.cat((key @ self.attention_k, value), dim=-1)
+        cache.kv[slots] = kv.to(cache.kv.dtype)
+        return kv
+
+    def attention_query(self, query: Tensor) -> Tensor:
+        return (query @ self.attention_q).view(-1, HEADS, HEAD_DIM) * (SHARPNESS * HEAD_DIM**-0.5)
+
+
+class Decoder(nn.Module):
+    """The residual stream is (context, context before, guess, guess ahead); attention adds to the guesses."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(generator) for _ in range(LAYERS))
+        self.register_buffer("multipliers", torch.randint(2**30, (CODE,), generator=generator) * 2 + 1)
+        self.register_buffer("byte_codes", sign_codes(torch.arange(256) + 1, self.multipliers))
+
+    def embed(self, windows: Tensor) -> Tensor:
+        """int64 [rows, WINDOW] bytes, the newest last -> rows of the residual stream."""
+        codes = []
+        for end in (WINDOW, WINDOW - 1):
+            number = torch.zeros_like(windows[:, 0])
+            for order in range(1, max(ORDERS) + 1):
+                number = (number * 257 + windows[:, end - order] + 1) % (2**31 - 1)
+                if order in ORDERS:
+                    codes.append(sign_codes(number, self.multipliers))
+        return torch.cat(codes + [torch.zeros_like(codes[0])] * 2, dim=-1)
+
+    def prefill(self, windows: Tensor, slots: Tensor, caches: list[LayerCache]) -> None:
+        """Fills the caches for a prompt. Its attention is dense: this program is about decoding."""
+        x = self.embed(windows)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            query, key, value = layer.read(x)
+            kv = layer.append(cache, slots, key, value)
+            if layer is self.layers[-1]:  # nothing reads what the last layer would add
+                break
+            k, v = kv.expand(HEADS, -1, -1).split((HEAD_DIM, 2 * CODE), dim=-1)
+            q = layer.attention_query(query).transpose(0, 1)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            x = x + F.pad(attended.mean(0), (2 * CONTEXT, 0))
+
+    def decode_step(
+        self, windows: Tensor, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, caches: list[LayerCache]
+    ) -> StepResult:
+        """Appends n bytes to each of B requests and guesses what follows each of them.
+
+        windows int64 [B, n, WINDOW]; slots int64 [B * n], where the new keys go; block_tables int32 [B, W];
+        seq_lens int32 [B], the new bytes included. A row without a request has length 0.
+        """
+        batch, n, _ = windows.shape
+        schedule = mqa.compute_paged_mqa_logits_schedule(seq_lens, next_n=n)  # one for all layers
+        x = self.embed(windows.flatten(0, 1))
+        trace = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            query, key, value = layer.read(x)
+            layer.append(cache, slots, key, value)
+
+            index_q = (query @ layer.index_q).view(batch, n, INDEX_HEADS, INDEX_DIM)
+            index_weights = F.softplus(query[:, :CONTEXT] @ layer.index_gate).view(batch, n, INDEX_HEADS)
+            q_fp8, weights = mqa.quantize_q_fp8(index_q, index_weights, softmax_scale=SOFTMAX_SCALE)
+            # clean_logits puts -inf past each row's own length, so that top-k takes nothing from there.
+            scores = mqa.fp8_paged_mqa_logits(
+                q_fp8, cache.index, weights.flatten(0, 1), block_tables, seq_lens, MAX_CONTEXT,
+                schedule_meta=schedule, clean_logits=True,
+            )  # fmt: skip
+            best, positions = scores.topk(TOP_K, dim=-1)
+            live = best > -torch.inf
+
+            # Positions become slots through the block table; attention reads TOP_K rows of the cache, not all.
+            pages = block_tables.repeat_interleave(n, dim=0).gather(1, positions // BLOCK_SIZE)
+            chosen = pages.clamp(min=0) * BLOCK_SIZE + positions % BLOCK_SIZE
+            k, v = cache.kv[chosen].float().split((HEAD_DIM, 2 * CODE), dim=-1)
+            likeness = layer.attention_query(query) @ k.mT
+            likeness = likeness.masked_fill(~live[:, None], torch.finfo(torch.float32).min)
+            attended = likeness.softmax(dim=-1) @ v
+            x = x + F.pad(attended.mean(1), (2 * CONTEXT, 0))
+            selected = positions.masked_fill(~live, -1)
+            trace.append((scores, selected, index_q.flatten(0, 1), index_weights.flatten(0, 1)))
+
+        guess, guess_ahead = x[:, 2 * CONTEXT :].view(batch, n, 2, CODE).unbind(2)
+        closest = [(codes @ self.byte_codes.T).argmax(-1) for codes in (guess, guess_ahead)]
+        return StepResult(*closest, *(list(parts) for parts in zip(*trace, strict=True)))
+
+
+# ---------------------------------------------------------------------- pages, requests, the step as one graph
+
+
+class PagePool:
+    """All layers' caches and the list of free pages. Page 0 stays out of it: rows without a request write there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.table_width = mqa.min_block_table_width(MAX_CONTEXT, BLOCK_SIZE)
+        self.size = 3 * self.table_width  # less than BATCH of the longest requests
+        block_bytes = mqa.index_cache_block_bytes("fp8", BLOCK_SIZE, INDEX_DIM)
+        index_shape = (1 + self.size, BLOCK_SIZE, 1, block_bytes // BLOCK_SIZE)
+        slots = (1 + self.size) * BLOCK_SIZE
+        self.caches = [
+            LayerCache(
+                torch.zeros(index_shape, dtype=torch.uint8, device=device),
+                torch.zeros(slots, HEAD_DIM + 2 * CODE, dtype=torch.bfloat16, device=device),
+                torch.zeros(slots, INDEX_DIM, device=device),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.free = list(range(1, 1 + self.size))
+        random.Random(SEED).shuffle(self.free)
+
+    def take(self, request: Request) -> bool:
+        """Gives a request all the pages it will need, if there are as many."""
+        needed = mqa.min_block_table_width(len(request.text), BLOCK_SIZE)
+        if needed > len(self.free):
+            return False
+        request.pages, self.free = self.free[:needed], self.free[needed:]
+        return True
+
+
+@dataclass
+class Request:
+    text: bytes
+    prompt: int  # bytes of it that are there at the start
+    wanted: int  # bytes to decode after them
+    length: int = 0  # positions whose keys are in the cache for good
+    draft: int = ord(" ")  # a guess at the byte after the next one
+    pages: list[int] = field(default_factory=list)
+
+    def slots(self, start: int, end: int) -> list[int]:
+        return [self.pages[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
+
+
+def make_requests(text: bytes, steps: int) -> deque[Request]:
+    """Two requests for each row, which together want `steps` bytes."""
+    wanted = [steps * share // 100 for share in (30, 40, 55, 65)]
+    wanted += [steps - n for n in wanted]
+    shares = (25, 100, 15, 45, 60, 20, 80, 35)
+    requests: deque[Request] = deque()
+    for i, (share, n) in enumerate(zip(shares, wanted, strict=True)):
+        prompt = (min(MAX_CONTEXT, len(text)) - n - 2) * share // 100
+        start = (len(text) - prompt - n - 2) * i // len(shares)
+        requests.append(Request(text[start : start + prompt + n + 2], prompt, n))
+    return requests
+
+
+class StepGraph:
+    """A decode step of fixed shape: static input buffers; compiled; on a GPU captured once, then replayed."""
+
+    def __init__(self, decoder: Decoder, pool: PagePool, next_n: int, compiled: bool) -> None:
+        device = decoder.multipliers.device
+        self.next_n = next_n
+        self.inputs = {
+            "windows": torch.zeros(BATCH, next_n, WINDOW, dtype=torch.int64, device=device),
+            "slots": torch.zeros(BATCH * next_n, dtype=torch.int64, device=device),
+            "block_tables": torch.full((BATCH, pool.table_width), -1, dtype=torch.int32, device=device),
+            "seq_lens": torch.zeros(BATCH, dtype=torch.int32, device=device),
+        }
+        step = torch.compile(decoder.decode_step, fullgraph=True, dynamic=False) if compiled else decoder.decode_step
+        self.run = lambda: step(**self.inputs, caches=pool.caches)
+        self.graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
+        if self.graph is None:
+            self.run()
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up before the capture; no row has a request yet
+            self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self.graph):
+            self.result = self.run()
+
+    def __call__(self, inputs: dict[str, list]) -> StepResult:
+        for name, values in inputs.items():
+            self.inputs[name].copy_(torch.tensor(values))
+        if self.graph is None:
+            return self.run()
+        self.graph.replay()
+        return self.result
+
+
+# --------------------------------------------------------------------------------------------- the decode loop
+
+
+@dataclass
+class Sample:
+    """One row of one step, for the picture."""
+
+    text: bytes  # up to and including the newest byte
+    scores: Tensor
+    exact: Tensor
+    selected: Tensor
+
+
+@dataclass
+class Report:
+    """What one pass over the requests measured."""
+
+    next_n: int
+    steps: int = 0
+    fed: int = 0  # bytes of the true text fed, drafts left out
+    decoded: int = 0
+    right: int = 0
+    seconds: float = 0.0
+    best: int = 0  # positions in the exact scorer's top-k
+    found: int = 0  # those of them that were selected
+    pages: int = 0  # handed out
+    sample: Sample | None = None
+
+
+def prefill(decoder: Decoder, pool: PagePool, request: Request) -> None:
+    """Takes in the prompt but for its last byte, which the first decode step will feed."""
+    request.length = request.prompt - 1
+    device = decoder.multipliers.device
+    padded = torch.tensor([0] * (WINDOW - 1) + list(request.text[: request.length]), device=device)
+    slots = torch.tensor(request.slots(0, request.length), device=device)
+    decoder.prefill(padded.unfold(0, WINDOW, 1), slots, pool.caches)
+
+
+def next_inputs(rows: list[Request | None], n: int, table_width: int) -> dict[str, list]:
+    """The next true byte of every request, and with n 2 its draft, as inputs of a step."""
+    inputs: dict[str, list] = {"windows": [], "slots": [], "block_tables": [], "seq_lens": []}
+    for request in rows:
+        pages, length = (request.pages, request.length) if request else ([], -n)
+        recent = [*request.text[length + 1 - WINDOW : length + 1], request.draft] if request else [0] * (WINDOW + 1)
+        inputs["windows"].append([recent[t : t + WINDOW] for t in range(n)])
+        inputs["slots"] += request.slots(length, length + n) if request else [0] * n
+        inputs["block_tables"].append(pages + [-1] * (table_width - len(pages)))
+        inputs["seq_lens"].append(length + n)
+    return inputs
+
+
+def decode(decoder: Decoder, pool: PagePool, step: StepGraph, requests: deque[Request]) -> Report:
+    """Continuous batching until every request is served."""
+    n = step.next_n
+    report = Report(n)
+    rows: list[Request | None] = [None] * BATCH
+    total = sum(request.wanted for request in requests)
+    while requests or any(rows):
+        for row in range(BATCH):
+            if rows[row] is None and requests and pool.take(requests[0]):
+                rows[row] = requests.popleft()
+                report.pages += len(rows[row].pages)
+                prefill(decoder, pool, rows[row])
+        if step.graph is not None:
+            torch.cuda.synchronize()  # prefill is not to be counted below
+
+        start = time.perf_counter()
+        result = step(next_inputs(rows, n, pool.table_width))
+        guess, guess_ahead = torch.stack((result.guess, result.guess_ahead)).tolist()  # waits for the device
+        report.seconds += time.perf_counter() - start
+        if report.steps % MEASURE_EVERY == 0:
+            measure(pool, rows, result, report)
+
+        for row, request in enumerate(rows):
+            if request is None:
+                continue
+            # A draft holds if the text says the same. If not, its keys lie past the length: the next step writes
+            # over them.
+            accepted = 1 + (n == 2 and request.draft == request.text[request.length + 1])
+            for t in range(accepted):
+                report.right += guess[row][t] == request.text[request.length + 1 + t]
+            request.draft = guess_ahead[row][accepted - 1]
+            request.length += accepted
+            report.decoded += accepted
+            report.fed += 1
+            if request.length - (request.prompt - 1) >= request.wanted:
+                pool.free += request.pages
+                rows[row] = None
+        report.steps += 1
+        show_progress(f"next_n {n}: step {report.steps}, {report.decoded} of {total} bytes", report.steps % 16 == 0)
+    return report
+
+
+# -------------------------------------------------------------------------------------------- checks and output
+
+
+def check(condition: bool, claim: str) -> None:
+    if not condition:
+        sys.exit(f"decode_loop: does not hold: {claim}")
+
+
+def measure(pool: PagePool, rows: list[Request | None], result: StepResult, report: Report) -> None:
+    """Compares a step's selection with the top-k of the same formula in float32 on q and k as they were before
+    quantisation."""
+    n = report.next_n
+    for row in range(BATCH * n):
+        request = rows[row // n]
+        if request is None:
+            continue
+        length = request.length + row % n + 1  # a row sees up to its own position
+        slots = torch.tensor(request.slots(0, length), device=result.guess.device)
+        for layer, cache in enumerate(pool.caches):
+            products = (cache.exact_k[slots] @ result.index_q[layer][row].T).relu()
+            exact = products @ result.index_weights[layer][row] * SOFTMAX_SCALE
+            scores = result.scores[layer][row, :length]
+            selected = result.selected[layer][row]
+            selected = selected[selected >= 0]
+            check(bool(scores.isfinite().all()), "the scores are finite")
+            check(bool((selected < length).all()), "every selected position lies within the request's length")
+            check(len(selected.unique()) == min(TOP_K, length), f"{TOP_K} different positions are selected")
+            best = exact.topk(min(TOP_K, length)).indices
+            report.best += len(best)
+            report.found += int(torch.isin(best, selected).sum())
+        if row % n == 0 and (report.sample is None or length >= len(report.sample.text)):
+            report.sample = Sample(request.text[:length], scores.cpu(), exact.cpu(), selected.cpu())
+
+
+def show_progress(line: str, milestone: bool) -> None:
+    """One updating line on a terminal; elsewhere, the milestones only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif milestone:
+        print(line, file=sys.stderr, flush=True)
+
+
+def print_table(reports: list[Report], pool: PagePool) -> None:
+    lines: list[tuple[str, Callable[[Report], str]]] = [
+        ("bytes fed per request and step (next_n)", lambda r: f"{r.next_n}"),
+        ("decode steps", lambda r: f"{r.steps}"),
+        ("tokens (bytes) decoded", lambda r: f"{r.decoded}"),
+        ("tokens/s", lambda r: f"{r.decoded / r.seconds:.1f}"),
+        ("ms per step", lambda r: f"{1e3 * r.seconds / r.steps:.2f}"),
+        (f"exact float32 top-{TOP_K} found", lambda r: f"{100 * r.found / r.best:.2f} %"),
+        ("next byte guessed right", lambda r: f"{100 * r.right / r.decoded:.1f} %"),
+        ("drafts that held", lambda r: f"{100 * (r.decoded - r.fed) / r.fed:.1f} %" if r.next_n == 2 else "-"),
+        (f"pages handed out, from a pool of {pool.size}", lambda r: f"{r.pages}"),
+    ]
+    for title, value in lines:
+        print(f"{title:<42}" + "".join(f"{value(report):>12}" for report in reports))
+    per_token = pool.caches[0].index.shape[-1]
+    print(f"index cache, bytes per token and layer: {per_token} in FP8 with its scale; the same keys take")
+    print(f"{2 * INDEX_DIM} in bfloat16 and {4 * INDEX_DIM} in float32")
+
+
+def draw(sample: Sample, path: Path) -> None:
+    """Scores over positions with the selected ones marked; below, the text at the best of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def shown(piece: bytes) -> str:
+        return "".join(chr(b) if 32 < b < 127 else "\u00b7" if b == 32 else "\u00b6" if b == 10 else "?" for b in piece)
+
+    scores, selected, text = sample.scores, sample.selected, sample.text
+    missed = sorted(set(sample.exact.topk(len(selected)).indices.tolist()) - set(selected.tolist()))
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(11, 9), height_ratios=(3, 2), layout="constrained")
+    upper.plot(scores, color="0.7", linewidth=0.6, label="score from the FP8 cache")
+    upper.plot(selected, scores[selected], "o", color="tab:blue", markersize=5, label=f"selected ({len(selected)})")
+    upper.plot(missed, scores[missed], "x", color="tab:red", markersize=8,
+               label=f"in the exact float32 top-{len(selected)} but not selected ({len(missed)})")  # fmt: skip
+    upper.set(xlabel="position in the request (bytes)", ylabel="index score")
+    upper.set_title("Index scores of all positions in one decode step, last layer", pad=28)
+    upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+
+    best = selected[scores[selected].argsort(descending=True)][:12].tolist()
+    lower.barh(range(len(best)), scores[best], color="tab:blue")
+    labels = [f"{p:4} {shown(text[max(0, p - 24) : p]):>24} [{shown(text[p : p + 1])}]" for p in best]
+    lower.set_yticks(range(len(best)), labels, family="monospace", fontsize=9)
+    lower.invert_yaxis()
+    lower.set(xlabel="index score")
+    lower.set_title(f"The best of them, and the text before each. The query stands after  {shown(text[-24:])}")
+    figure.savefig(path, dpi=110)
+
+
+def read_text(path: Path | None) -> bytes:
+    """The given file, or this repository's documents and then its sources, 128 KiB of them."""
+    if path is not None:
+        return path.read_bytes()
+    root = Path(__file__).resolve().parent.parent
+    names = ("README.md", "CONTRIBUTING.md", "docs/*.md", "torch_mqa_ops/*.py", "csrc/**/*.c*", "examples/*.py")
+    files = [file for name in names for file in sorted(root.glob(name))]
+    return b"".join(file.read_bytes() for file in files)[: 128 * 1024]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sparse-attention decoding of real text, its index keys in FP8.")
+    parser.add_argument("--text", type=Path, help="any file (default: this repository's documents and sources)")
+    parser.add_argument("--steps", type=int, default=96, help="steps of the first pass, 4 to 1000 (default: 96)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("decode_loop.png"), help="the picture")
+    parser.add_argument("--no-compile", action="store_true", help="run the step eagerly, to follow it in a debugger")
+    arguments = parser.parse_args()
+    text = read_text(arguments.text)
+    if not 4 <= arguments.steps <= 1000:
+        parser.error(f"--steps must be from 4 to 1000, got {arguments.steps}")
+    if len(text) < 1024 + 4 * arguments.steps:
+        parser.error(f"the text must have {1024 + 4 * arguments.steps} bytes or more, got {len(text)}")
+
+    device = torch.device(arguments.device)
+    decoder = Decoder(torch.Generator().manual_seed(SEED)).to(device)
+    pool = PagePool(device)
+    reports = []
+    with torch.no_grad():
+        for next_n in (1, 2):
+            show_progress(f"next_n {next_n}: preparing the step", True)
+            step = StepGraph(decoder, pool, next_n, compiled=not arguments.no_compile)
+            reports.append(decode(decoder, pool, step, make_requests(text, arguments.steps)))
+    show_progress("", False)
+
+    how = ("eager" if arguments.no_compile else "compiled") + ", replayed as a CUDA graph" * (device.type == "cuda")
+    print(f"{len(text)} bytes of text, {LAYERS} layers of an untrained decoder with {INDEX_HEADS} index heads of "
+          f"{INDEX_DIM}; on {device}, {how}")  # fmt: skip
+    print_table(reports, pool)
+    draw(reports[-1].sample, arguments.output)
+    print(f"picture: {arguments.output}")
+    for report in reports:
+        check(report.found >= RECALL_FLOOR * report.best, f"{RECALL_FLOOR:.0%} of the exact top-{TOP_K} are found")
+
+
+if __name__ == "__main__":
+    main()

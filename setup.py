@@ -1,0 +1,129 @@
+"""Builds two stable-ABI libraries: _C_cpu (schemas and CPU kernels, always) and _C_cuda (CUDA kernels, when nvcc is there).
+
+Environment: MQA_CUDA=0 forbids and MQA_CUDA=1 demands the CUDA library; MQA_CUDA_ARCHS, then TORCH_CUDA_ARCH_LIST, choose
+its architectures ("9.0a;10.0", "90a 100", "8.0+PTX").
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+
+DEFAULT_ARCHS = "80 89 90a 100 120"
+HOST_SOURCES = ["csrc/common/check.cpp", "csrc/paged_logits/host.cpp", "csrc/quantize/host.cpp"]
+CPU_SOURCES = ["csrc/schema.cpp", "csrc/paged_logits/cpu.cpp", "csrc/quantize/cpu.cpp"]
+CUDA_SOURCES = ["csrc/paged_logits/cuda.cu", "csrc/quantize/cuda.cu"]
+HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in Path("csrc").rglob(f"*.{suffix}"))
+
+# The oldest torch that a binary built here loads on (2.11).
+TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+# Error messages and debug information name files from the checkout's root on, not the build machine's folders.
+PREFIX = f"-ffile-prefix-map={ROOT}/="
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", PREFIX, TARGET]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-DUSE_CUDA", TARGET, "--Werror=all-warnings"]
+NVCC_FLAGS += [f"-Xcompiler=-fvisibility=hidden,-Wall,{PREFIX}"]
+
+
+def parse_archs(text: str) -> list[tuple[str, bool]]:
+    """'9.0a;10.0', '90a 100', '12.1+PTX' -> [(architecture digits with suffix, whether to add PTX)]."""
+    archs = []
+    for word in re.split(r"[;,\s]+", text.strip()):
+        match = re.fullmatch(r"(?:(\d+)\.(\d)|(\d{2,3}))([af]?)(\+PTX)?", word)
+        if not match:
+            raise SystemExit(f"torch_mqa_ops: {word!r} in the architecture list {text!r} is not of the form 9.0a or 90a")
+        major, minor, digits, suffix, ptx = match.groups()
+        number = digits or major + minor
+        if int(number) < 80:
+            raise SystemExit(f"torch_mqa_ops: architecture {word!r} is older than the oldest that has the kernels (8.0)")
+        arch = (number + suffix, ptx is not None)
+        if arch not in archs:
+            archs.append(arch)
+    return archs
+
+
+def cuda_home() -> Path | None:
+    """The toolkit, by environment, usual place, then PATH (where nvcc may be a wrapper outside its toolkit)."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        homes.append(str(Path(nvcc).resolve().parent.parent))
+    for home in filter(None, homes):
+        if (Path(home) / "bin/nvcc").exists() and (Path(home) / "include/cuda_runtime.h").exists():
+            return Path(home)
+    return None
+
+
+def gencode_flags(home: Path) -> list[str]:
+    chosen = os.environ.get("MQA_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    archs = parse_archs(chosen or DEFAULT_ARCHS)
+    listed = subprocess.run([home / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"compute_(\d+)", listed))
+    flags = []
+    for arch, ptx in archs:
+        number = arch.rstrip("af")
+        if number not in known:
+            if chosen:
+                raise SystemExit(f"torch_mqa_ops: this nvcc does not know architecture {arch}, only {sorted(known, key=int)}")
+            continue
+        flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+        if ptx:
+            flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
+    return flags
+
+
+def extension(name: str, sources: list[str], **options) -> cpp_extension.CppExtension:
+    # The libraries hold no Python: the limited-API flag only gives them and the wheel their names.
+    return cpp_extension.CppExtension(
+        f"torch_mqa_ops.{name}", sources, include_dirs=[str(ROOT / "csrc")], depends=HEADERS, py_limited_api=True, **options
+    )
+
+
+def extensions() -> list[cpp_extension.CppExtension]:
+    found = [extension("_C_cpu", CPU_SOURCES + HOST_SOURCES, extra_compile_args=CXX_FLAGS)]
+    wanted = os.environ.get("MQA_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"torch_mqa_ops: MQA_CUDA must be 0, 1 or unset, got {wanted!r}")
+    home = None if wanted == "0" else cuda_home()
+    if home is None:
+        if wanted == "1":
+            raise SystemExit("torch_mqa_ops: MQA_CUDA=1 asks for the CUDA library, and no nvcc was found (set CUDA_HOME).")
+        reason = "MQA_CUDA=0" if wanted == "0" else "no nvcc was found"
+        print(f"torch_mqa_ops: building for the CPU only ({reason})", file=sys.stderr)
+        return found
+    # torch forgets the toolkit when it is itself a CPU build; BuildExtension then stops at the first .cu file.
+    cpp_extension.CUDA_HOME = str(home)
+    found.append(
+        extension(
+            "_C_cuda",
+            CUDA_SOURCES + HOST_SOURCES,
+            extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS + gencode_flags(home)},
+            library_dirs=[str(home / "lib64")],
+            libraries=["cudart_static", "dl", "rt", "pthread"],
+            # libtorch pulls libtorch_cuda in at run time; it must be kept although a CPU build's resolves nothing here.
+            extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"],
+        )
+    )
+    return found
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Keeps the objects of the two libraries apart: both compile the host sources, each with its own flags."""
+
+    def build_extension(self, ext):
+        base, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
+        super().build_extension(ext)
+        self.build_temp = base
+
+
+setup(
+    ext_modules=extensions() if not {"egg_info", "sdist", "dist_info"} & set(sys.argv[1:2]) else [],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

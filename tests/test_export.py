@@ -1,0 +1,120 @@
+"""torch.export and AOTInductor: dynamic batch, save and load, and a package that runs without our Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import op_cases
+import pytest
+import torch
+from op_cases import same_bits, step, step_case
+from torch.export import Dim
+
+import torch_mqa_ops as mqa
+
+PACKAGE = Path(mqa.__file__).resolve().parent
+MAX_SEQ_LEN, TABLE_WIDTH = 300, 23
+
+
+class Step(torch.nn.Module):
+    """The step with its sizes fixed, but for those that depend on the batch."""
+
+    def forward(self, q, gates, k, slot_mapping, kv_fused, block_tables, seq_lens, cu_seq_lens):
+        sizes = {"max_seq_len": MAX_SEQ_LEN, "total_tokens": q.shape[0] * MAX_SEQ_LEN}
+        return step(q, gates, k, slot_mapping, kv_fused, block_tables, seq_lens, cu_seq_lens, **sizes)
+
+
+def arguments(batch: int, device: str) -> dict:
+    case = step_case(batch, MAX_SEQ_LEN, TABLE_WIDTH, device, seed=batch)
+    return op_cases.tensors(case)
+
+
+def export(device: str) -> torch.export.ExportedProgram:
+    batch = Dim("batch", min=2, max=1024)
+    other = {name: Dim(name, min=2, max=1 << 20) for name in ("tokens", "blocks")}
+    sizes = {"k": other["tokens"], "slot_mapping": other["tokens"], "kv_fused": other["blocks"]}
+    case = arguments(4, device)
+    shapes = {name: {0: sizes.get(name, batch)} for name in case} | {"cu_seq_lens": {0: batch + 1}}
+    return torch.export.export(Step(), (), kwargs=case, dynamic_shapes=shapes)
+
+
+def assert_equal_to_eager(module, batch: int, device: str) -> None:
+    case, eager_case = arguments(batch, device), arguments(batch, device)
+    results, expected = module(**case), Step()(**eager_case)
+    assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+    assert torch.equal(*(op_cases.storage_bytes(c["kv_fused"]) for c in (case, eager_case)))
+
+
+def ops_in(program: torch.export.ExportedProgram) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if str(node.target).startswith("mqa.")}
+
+
+def test_export_decompose_save_load(device, tmp_path):
+    program = export(device)
+    assert ops_in(program) == {f"mqa.{op}.default" for op in op_cases.OPS}
+    decomposed = program.run_decompositions()
+    torch.export.save(decomposed, tmp_path / "step.pt2")
+    loaded = torch.export.load(tmp_path / "step.pt2")
+    for module in (program.module(), decomposed.module(), loaded.module()):
+        for batch in (2, 5, 17):
+            assert_equal_to_eager(module, batch, device)
+
+
+RUN_WITHOUT_PYTHON_PACKAGE = """
+import sys
+import torch
+package, inputs, outputs, *libraries = sys.argv[1:]
+for path in libraries:
+    torch.ops.load_library(path)
+model = torch._inductor.aoti_load_package(package)
+results = []
+for case in torch.load(inputs):
+    results.append((model(**case), case["kv_fused"]))
+assert not [name for name in sys.modules if name.startswith(("torch_mqa_ops", "meta"))]
+torch.save(results, outputs)
+"""
+
+
+def test_aot_package_needs_only_the_shared_library(device, tmp_path):
+    package, inputs, outputs = (tmp_path / name for name in ("step.pt2", "inputs.pt", "outputs.pt"))
+    torch._inductor.aoti_compile_and_package(export(device), package_path=str(package))
+    batches = (2, 5, 17)
+    torch.save([arguments(batch, device) for batch in batches], inputs)
+    libraries = ["_C_cpu.abi3.so"] + (["_C_cuda.abi3.so"] if device == "cuda" else [])
+    command = [sys.executable, "-c", RUN_WITHOUT_PYTHON_PACKAGE, package, inputs, outputs]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command), *(str(PACKAGE / name) for name in libraries)],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for batch, (results, kv_fused) in zip(batches, torch.load(outputs), strict=True):
+        case = arguments(batch, device)
+        expected = Step()(**case)
+        assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+        assert same_bits(kv_fused, case["kv_fused"])
+
+
+@pytest.mark.parametrize("op", op_cases.OUT_OPS)
+def test_out_overloads_export(op, device):
+    """A caller's buffer as a graph input: exported as a mutation of that input."""
+    args = op_cases.overload_arguments(f"{op}.out", device)
+    tensors = op_cases.tensors(args)
+    constants = {name: value for name, value in args.items() if name not in tensors}
+    overload = op_cases.overload_of(f"{op}.out")
+    written = [arg.name for arg in overload._schema.arguments if arg.alias_info is not None]
+
+    class Writer(torch.nn.Module):
+        def forward(self, **kwargs):
+            overload(**kwargs, **constants)
+            return kwargs[written[0]] + 0
+
+    program = torch.export.export(Writer(), (), kwargs=tensors).run_decompositions()
+    fresh = op_cases.overload_arguments(f"{op}.out", device)
+    program.module()(**op_cases.tensors(fresh))
+    overload(**args)
+    for name in written:
+        assert torch.equal(op_cases.storage_bytes(fresh[name]), op_cases.storage_bytes(args[name])), name

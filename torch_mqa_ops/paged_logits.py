@@ -1,0 +1,249 @@
+"""MQA logits from paged caches: how well each key of a request answers a query, as the indexer sees it."""
+
+from collections.abc import Iterable
+
+import torch
+
+from ._arguments import need_bool, need_dtype, need_int, need_tensor, need_variant
+
+# The overloads themselves: looking them up through torch.ops costs half a microsecond a call.
+_fp8_logits = torch.ops.mqa.fp8_paged_mqa_logits.default
+_fp8_logits_out = torch.ops.mqa.fp8_paged_mqa_logits.out
+_schedule = torch.ops.mqa.paged_mqa_logits_schedule.default
+_schedule_out = torch.ops.mqa.paged_mqa_logits_schedule.out
+
+_PADDING = 256  # columns; also the tokens of a unit of the schedule
+_CPU_WORKERS = 32
+_OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def padded_seq_len(max_seq_len: int) -> int:
+    """Columns that ``out`` of the paged-logits functions must have, and the row stride of a fresh result.
+
+    ``max_seq_len`` rounded up to 256, whatever the dtype: 8000 gives 8192, 256 gives 256, 0 gives 0.
+
+    Raises:
+        TypeError: ``max_seq_len`` is not an int.
+        RuntimeError: it is negative.
+    """
+    need_int("max_seq_len", max_seq_len)
+    torch._check(max_seq_len >= 0, lambda: f"padded_seq_len: max_seq_len must not be negative, got {max_seq_len}")
+    return (max_seq_len + _PADDING - 1) // _PADDING * _PADDING
+
+
+def min_block_table_width(seq_len: int, block_size: int) -> int:
+    """Columns a block table needs for ``seq_len`` tokens in blocks of ``block_size``: 8000 in blocks of 64 need 125.
+
+    Raises:
+        TypeError: an argument is not an int.
+        RuntimeError: ``seq_len`` is negative or ``block_size`` is not positive.
+    """
+    need_int("seq_len", seq_len)
+    need_int("block_size", block_size)
+    torch._check(seq_len >= 0, lambda: f"min_block_table_width: seq_len must not be negative, got {seq_len}")
+    torch._check(block_size > 0, lambda: f"min_block_table_width: block_size must be positive, got {block_size}")
+    return (seq_len + block_size - 1) // block_size
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_fused: torch.Tensor,
+    weights: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    *,
+    output_dtype: torch.dtype = torch.float32,
+    schedule_meta: torch.Tensor | None = None,
+    clean_logits: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores every cached key of each request under the request's newest ``n`` queries.
+
+    With ``row = b * n + t`` for query slot t of request b, and position p of the request's context::
+
+        logits[row, p] = scale(p) * sum over h of weights[row, h] * max(0, sum over d of q[b, t, h, d] * k[p, d])
+
+    the score of the DeepSeek-V3.2 lightning indexer. ``k[p]`` and ``scale(p)`` are token ``p % S`` of block
+    ``block_tables[b, p // S]``.
+
+    Args:
+        q: float8_e4m3fn ``[B, n, H, D]``, the last two dimensions contiguous. H is 8, 16, 32, 64 or 128, D is 32, 64 or
+            128, n (1 + draft tokens) is 1 to 16. q has no scale of its own: fold it into ``weights``, as
+            :func:`quantize_q_fp8` does.
+        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: S * D e4m3 values,
+            token after token, then S float32 scales. The 4-D shape states sizes only: it is *not* one (D + 4)-byte row per
+            token. The block stride may be any multiple of 16 bytes, and the base address too.
+        weights: float32, bfloat16 or float16 ``[B * n, H]``.
+        block_tables: int32 ``[B, W]``, any row stride. Ids that no live position needs are never looked at.
+        seq_lens: int32 ``[B]`` or ``[B, n]``, any strides, in tokens of the cache. With ``[B]``, row (b, t) is live in
+            the columns below ``seq_lens[b] - n + t + 1``: the newest slot sees all. With ``[B, n]`` each slot has its own
+            length ``seq_lens[b, t]``. Either limit is then clamped to ``[0, min(max_seq_len, W * S)]``.
+        max_seq_len: columns of the result.
+        output_dtype: float32, bfloat16 or float16. Scores are float32 until they are stored; float16 overflows to inf.
+        schedule_meta: int32 ``[R >= 2, 2]``, contiguous, from :func:`compute_paged_mqa_logits_schedule`; without it the
+            kernel splits the work itself. It changes no bit of the result, whatever it holds: a stale one costs time.
+        clean_logits: write ``-inf`` to every column that is not live, rows of length 0 included.
+        out: a buffer of ``output_dtype`` with at least ``B * n`` rows and ``padded_seq_len(max_seq_len)`` columns, unit
+            column stride, rows that do not overlap; it may not overlap an input.
+
+    Returns:
+        ``[B * n, max_seq_len]``, a view of ``out`` or of a fresh buffer with row stride ``padded_seq_len(max_seq_len)``.
+
+    Unspecified without ``clean_logits``: columns that are not live. Rows of ``out`` past ``B * n`` and columns past the padded
+    width are never written; columns from ``max_seq_len`` to the padded width may be.
+
+    A live position whose page id is negative or not below ``blocks`` scores ``-inf``. NaN in a live q, k, scale or weight makes
+    the score NaN. No contents of any tensor can make the kernel read or write outside its tensors or fail to end. The same
+    inputs give the same bits, whatever the batch around a row, the schedule, ``out``, ``clean_logits``, graph or eager.
+
+    On the CPU the products are torch's float32 matmul, so ``torch.set_float32_matmul_precision`` applies to them.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad.
+
+    Example:
+        >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)             # 2 requests, 1 query each
+        >>> cache = torch.zeros(8, 64, 1, 132, dtype=torch.uint8)              # 8 blocks of 64 tokens
+        >>> k = torch.randn(300, 128)
+        >>> torch_mqa_ops.quantize_k_cache_fp8(k, torch.arange(300), cache)    # fills blocks 0 to 4
+        >>> table = torch.tensor([[0, 1, 2, 3, 4], [4, 3, -1, -1, -1]], dtype=torch.int32)
+        >>> lens = torch.tensor([300, 40], dtype=torch.int32)
+        >>> logits = torch_mqa_ops.fp8_paged_mqa_logits(q, cache, torch.ones(2, 64), table, lens, 300, clean_logits=True)
+        >>> logits.shape, logits.stride(), logits[1, 39:41].isinf().tolist()
+        (torch.Size([2, 300]), (512, 1), [False, True])
+    """
+    need_tensor("q", q)
+    need_tensor("kv_fused", kv_fused)
+    need_tensor("weights", weights)
+    need_tensor("block_tables", block_tables)
+    need_tensor("seq_lens", seq_lens)
+    need_int("max_seq_len", max_seq_len)
+    need_dtype("output_dtype", output_dtype)
+    need_tensor("schedule_meta", schedule_meta, optional=True)
+    need_bool("clean_logits", clean_logits)
+    if out is None:
+        return _fp8_logits(
+            q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
+            output_dtype=output_dtype, schedule_meta=schedule_meta, clean_logits=clean_logits,
+        )  # fmt: skip
+    need_tensor("out", out)
+    _fp8_logits_out(
+        q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
+        output_dtype=output_dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
+    )  # fmt: skip
+    return out[: q.shape[0] * q.shape[1], :max_seq_len]
+
+
+def compute_paged_mqa_logits_schedule(
+    seq_lens: torch.Tensor,
+    device: torch.device | str | int | None = None,
+    *,
+    next_n: int = 1,
+    variant: str = "fp8",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How a paged-logits call may split its work: where in the walk over all requests each worker starts.
+
+    Handing the schedule to the logits saves each layer's call the split; it never changes a result, and contents that no
+    longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
+
+    Args:
+        seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides.
+        device: where the logits will run; ``seq_lens`` must be there already. Default: its device. It sets the number of
+            workers: the multiprocessors of a CUDA device, 32 on the CPU.
+        next_n: query slots per request, 1 to 16; checked, changes nothing.
+        variant: "fp8" or "fp4"; checked, changes nothing.
+        out: int32 ``[workers + 1, 2]``, contiguous, to write to.
+
+    Returns:
+        int32 ``[workers + 1, 2]`` (``out`` if given): row i is (request, unit of 256 tokens in it) where worker i starts; the
+        last row is (B, 0). Units are dealt out evenly, the first workers getting one more. The algorithm is that of
+        FlashInfer's ``compute_paged_mqa_logits_schedule``.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above.
+
+    Example:
+        >>> lens = torch.tensor([1000, 300, 0], dtype=torch.int32)
+        >>> torch_mqa_ops.compute_paged_mqa_logits_schedule(lens)[:7].tolist()   # 4 + 2 units for 32 workers
+        [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [3, 0]]
+    """
+    need_tensor("seq_lens", seq_lens)
+    need_int("next_n", next_n)
+    need_variant("variant", variant)
+    if not 1 <= next_n <= 16:
+        raise RuntimeError(f"compute_paged_mqa_logits_schedule: next_n must be from 1 to 16, got {next_n}")
+    if device is not None:
+        wanted = torch.device(device)
+        if wanted.type != seq_lens.device.type or wanted.index not in (None, seq_lens.device.index):
+            raise RuntimeError(
+                f"compute_paged_mqa_logits_schedule: seq_lens must be on {wanted}, got {seq_lens.device}"
+            )
+    workers = _num_workers(seq_lens.device)
+    if out is None:
+        return _schedule(seq_lens, workers)
+    need_tensor("out", out)
+    _schedule_out(seq_lens, workers, out=out)
+    return out
+
+
+def precompile_paged_mqa_logits(
+    device: torch.device | str | int | None = None,
+    variants: Iterable[str] = ("fp8", "fp4"),
+    output_dtypes: Iterable[torch.dtype] | None = None,
+    batch_sizes: Iterable[int] | None = None,
+) -> None:
+    """Loads the kernels of the named variants into a device's context, so that no later call does.
+
+    There is nothing to compile. CUDA loads a kernel when it is first used; this uses each once, on tiny inputs, outside any
+    measured or captured region. First use under capture works too. On the CPU only the arguments are checked.
+
+    Args:
+        device: a CUDA device or the CPU; default the current CUDA device, or the CPU where there is none.
+        variants: out of "fp8" and "fp4". "fp4" names no kernel yet.
+        output_dtypes: out of float32, bfloat16 and float16; one kernel serves them all.
+        batch_sizes: non-negative ints; one kernel serves them all.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: a variant, dtype, size or device is not one of those above.
+
+    Example:
+        >>> torch_mqa_ops.precompile_paged_mqa_logits(variants=("fp8",))
+    """
+    variants = list(variants)
+    for variant in variants:
+        need_variant("variants", variant)
+    for dtype in output_dtypes or ():
+        need_dtype("output_dtypes", dtype)
+        if dtype not in _OUTPUT_DTYPES:
+            raise RuntimeError(
+                f"precompile_paged_mqa_logits: output_dtypes must be float32, bfloat16 or float16, got {dtype}"
+            )
+    for size in batch_sizes or ():
+        need_int("batch_sizes", size)
+        if size < 0:
+            raise RuntimeError(f"precompile_paged_mqa_logits: batch_sizes must not be negative, got {size}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise RuntimeError(f"precompile_paged_mqa_logits: device must be a CPU or CUDA device, got {device}")
+    if device.type == "cpu" or "fp8" not in variants:
+        return
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    _schedule(lens, _num_workers(lens.device))
+    for head_dim in (32, 64, 128):
+        q = torch.zeros(1, 1, 8, head_dim, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        cache = torch.zeros(1, 16, 1, head_dim + 4, dtype=torch.uint8, device=device)
+        _fp8_logits(q, cache, torch.zeros(1, 8, device=device), table, lens, 1)
+
+
+def _num_workers(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_WORKERS
+    return torch.cuda.get_device_properties(device).multi_processor_count

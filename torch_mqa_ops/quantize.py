@@ -1,0 +1,151 @@
+"""Quantisers and cache movers around the logits."""
+
+import torch
+
+from ._arguments import need_bool, need_int, need_tensor, need_variant
+
+_quantize_q_fp8 = torch.ops.mqa.quantize_q_fp8.default
+_quantize_k_cache_fp8 = torch.ops.mqa.quantize_k_cache_fp8.default
+_gather_k_cache_fp8 = torch.ops.mqa.gather_k_cache_fp8.default
+
+
+def index_cache_block_bytes(variant: str, block_size: int, head_dim: int) -> int:
+    """Bytes of one block of an index cache: the smallest block stride its pool can have.
+
+    "fp8" takes ``head_dim + 4`` bytes a token (values, one float32 scale), "fp4" ``head_dim / 2 + head_dim / 32`` (packed
+    values, one scale byte for 32 of them): 8448 and 4352 for blocks of 64 tokens of 128.
+
+    Args:
+        variant: "fp8" or "fp4".
+        block_size: tokens per block: 16, 32, 64, 128 or 256.
+        head_dim: 32 (fp8 only), 64 or 128.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument is not one of those above.
+
+    Example:
+        >>> pool = torch.zeros(1000, 64, 1, torch_mqa_ops.index_cache_block_bytes("fp8", 64, 128) // 64, dtype=torch.uint8)
+    """
+    need_variant("variant", variant)
+    need_int("block_size", block_size)
+    need_int("head_dim", head_dim)
+    if block_size not in (16, 32, 64, 128, 256):
+        raise RuntimeError(f"index_cache_block_bytes: block_size must be 16, 32, 64, 128 or 256, got {block_size}")
+    head_dims = (32, 64, 128) if variant == "fp8" else (64, 128)
+    if head_dim not in head_dims:
+        allowed = " or ".join(str(size) for size in head_dims)
+        raise RuntimeError(f"index_cache_block_bytes: head_dim must be {allowed} for {variant}, got {head_dim}")
+    return block_size * (head_dim + 4 if variant == "fp8" else head_dim // 2 + head_dim // 32)
+
+
+def quantize_q_fp8(
+    q: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    pow2_scale: bool = True,
+    softmax_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises queries to e4m3 with one scale per (token, head), folded into the head weights.
+
+    For each row of D elements: ``scale = max(amax, 1e-4) / 448`` in float32, with ``pow2_scale`` rounded up to a power of two;
+    ``q_fp8 = e4m3(q / scale)``, nearest, ties to even, saturating; ``weights_f32 = weights * scale * softmax_scale``, in that
+    order in float32, None meaning 1. The recipe of DeepSeek's indexer and its serving engines.
+
+    Args:
+        q: float32, bfloat16 or float16 ``[..., H, D]`` with up to 8 leading dimensions of any strides; the last two are
+            contiguous. D is 32, 64 or 128.
+        weights: float32, bfloat16 or float16 ``[..., H]``, the last dimension contiguous.
+        pow2_scale: round scales up to powers of two (so that dividing by them is exact).
+        softmax_scale: a further factor of the weights.
+
+    Returns:
+        ``(q_fp8, weights_f32)``: float8_e4m3fn ``[..., H, D]`` and float32 ``[..., H]``, contiguous.
+
+    NaN elements do not count in amax and stay NaN (0x7F); infinite elements saturate to 448, and the scale of their row is the
+    largest finite one (2^127 with ``pow2_scale``).
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above, or requires grad.
+
+    Example:
+        >>> q_fp8, w = torch_mqa_ops.quantize_q_fp8(torch.randn(2, 1, 64, 128), torch.rand(2, 1, 64), softmax_scale=128**-0.5)
+        >>> q_fp8.dtype, w.shape
+        (torch.float8_e4m3fn, torch.Size([2, 1, 64]))
+    """
+    need_tensor("q", q)
+    need_tensor("weights", weights, optional=True)
+    need_bool("pow2_scale", pow2_scale)
+    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
+        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    return _quantize_q_fp8(q, weights, pow2_scale=pow2_scale, softmax_scale=softmax_scale)
+
+
+def quantize_k_cache_fp8(
+    k: torch.Tensor, slot_mapping: torch.Tensor, kv_fused: torch.Tensor, *, pow2_scale: bool = True
+) -> None:
+    """Quantises keys to e4m3 with one scale per token and writes them to their slots of a paged cache.
+
+    Slot s is token ``s % S`` of block ``s // S``: its D values go to byte ``s % S * D`` of the block, its float32 scale to byte
+    ``S * D + 4 * (s % S)``. The recipe is that of :func:`quantize_q_fp8`. No other byte of the cache changes.
+
+    Args:
+        k: float32, bfloat16 or float16 ``[tokens, D]``, D 32, 64 or 128, rows of any stride.
+        slot_mapping: int64 ``[tokens]``, contiguous. A negative slot, or one past the pool, skips its token. Of several tokens
+            with one slot either wins, whole.
+        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`; blocks may not overlap. Written.
+        pow2_scale: round scales up to powers of two.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above, or requires grad.
+
+    Example:
+        >>> cache = torch.zeros(8, 64, 1, 132, dtype=torch.uint8)
+        >>> torch_mqa_ops.quantize_k_cache_fp8(torch.randn(3, 128), torch.tensor([5, 64, -1]), cache)   # the third is skipped
+        >>> cache[1].flatten()[:128].view(torch.float8_e4m3fn).float().abs().max() > 200              # block 1, token 0
+        tensor(True)
+    """
+    need_tensor("k", k)
+    need_tensor("slot_mapping", slot_mapping)
+    need_tensor("kv_fused", kv_fused)
+    need_bool("pow2_scale", pow2_scale)
+    _quantize_k_cache_fp8(k, slot_mapping, kv_fused, pow2_scale=pow2_scale)
+
+
+def gather_k_cache_fp8(
+    kv_fused: torch.Tensor, block_tables: torch.Tensor, cu_seq_lens: torch.Tensor, total_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collects the keys of several requests from a paged cache into one contiguous run, for prefill.
+
+    Token i of request r goes to row ``cu_seq_lens[r] + i``, for rows below ``cu_seq_lens[r + 1]``.
+
+    Args:
+        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`.
+        block_tables: int32 ``[B, W]``, any row stride.
+        cu_seq_lens: int32 ``[B + 1]``, contiguous: where each request starts, and where the last one ends.
+        total_tokens: rows of the result.
+
+    Returns:
+        ``(k, k_scale)``: float8_e4m3fn ``[total_tokens, D]`` and float32 ``[total_tokens]``. Rows that no request covers, pages
+        outside the pool and tokens past the table give zero bytes and scale 0. Where ``cu_seq_lens`` makes requests overlap,
+        the lowest of them has the row.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above.
+
+    Example:
+        >>> cache = torch.zeros(8, 64, 1, 132, dtype=torch.uint8)
+        >>> torch_mqa_ops.quantize_k_cache_fp8(torch.ones(64, 128), torch.arange(64), cache)
+        >>> k, scale = torch_mqa_ops.gather_k_cache_fp8(
+        ...     cache, torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, 64], dtype=torch.int32), 64)
+        >>> (k.float() * scale[:, None]).unique()
+        tensor([1.])
+    """
+    need_tensor("kv_fused", kv_fused)
+    need_tensor("block_tables", block_tables)
+    need_tensor("cu_seq_lens", cu_seq_lens)
+    need_int("total_tokens", total_tokens)
+    return _gather_k_cache_fp8(kv_fused, block_tables, cu_seq_lens, total_tokens)
