@@ -1,7 +1,8 @@
-"""Builds two stable-ABI libraries: _C_cpu (schemas and CPU kernels, always) and _C_cuda (CUDA kernels, when nvcc is there).
+"""Builds two stable-ABI libraries: _C_cpu (schemas and CPU kernels, always) and _C_cuda (CUDA kernels, when nvcc is
+there).
 
-Environment: MQA_CUDA=0 forbids and MQA_CUDA=1 demands the CUDA library; MQA_CUDA_ARCHS, then TORCH_CUDA_ARCH_LIST, choose
-its architectures ("9.0a;10.0", "90a 100", "8.0+PTX").
+Environment: MQA_CUDA=0 forbids and MQA_CUDA=1 demands the CUDA library; MQA_CUDA_ARCHS, then TORCH_CUDA_ARCH_LIST,
+choose its architectures ("9.0a;10.0", "90a 100", "8.0+PTX").
 """
 
 import os
@@ -15,13 +16,11 @@ from setuptools import setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
-os.chdir(ROOT)
-
 DEFAULT_ARCHS = "80 89 90a 100 120"
 HOST_SOURCES = ["csrc/common/check.cpp", "csrc/paged_logits/host.cpp", "csrc/quantize/host.cpp"]
 CPU_SOURCES = ["csrc/schema.cpp", "csrc/paged_logits/cpu.cpp", "csrc/quantize/cpu.cpp"]
 CUDA_SOURCES = ["csrc/paged_logits/cuda.cu", "csrc/quantize/cuda.cu"]
-HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in Path("csrc").rglob(f"*.{suffix}"))
+HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in (ROOT / "csrc").rglob(f"*.{suffix}"))
 
 # The oldest torch that a binary built here loads on (2.11).
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
@@ -38,11 +37,11 @@ def parse_archs(text: str) -> list[tuple[str, bool]]:
     for word in re.split(r"[;,\s]+", text.strip()):
         match = re.fullmatch(r"(?:(\d+)\.(\d)|(\d{2,3}))([af]?)(\+PTX)?", word)
         if not match:
-            raise SystemExit(f"torch_mqa_ops: {word!r} in the architecture list {text!r} is not of the form 9.0a or 90a")
+            raise SystemExit(f"torch_mqa_ops: {word!r} in the architecture list {text!r} is not like 9.0a or 90a")
         major, minor, digits, suffix, ptx = match.groups()
         number = digits or major + minor
         if int(number) < 80:
-            raise SystemExit(f"torch_mqa_ops: architecture {word!r} is older than the oldest that has the kernels (8.0)")
+            raise SystemExit(f"torch_mqa_ops: architecture {word!r} is older than 8.0, the oldest supported")
         arch = (number + suffix, ptx is not None)
         if arch not in archs:
             archs.append(arch)
@@ -70,7 +69,7 @@ def gencode_flags(home: Path) -> list[str]:
         number = arch.rstrip("af")
         if number not in known:
             if chosen:
-                raise SystemExit(f"torch_mqa_ops: this nvcc does not know architecture {arch}, only {sorted(known, key=int)}")
+                raise SystemExit(f"torch_mqa_ops: this nvcc knows {sorted(known, key=int)}, not architecture {arch}")
             continue
         flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
         if ptx:
@@ -80,9 +79,8 @@ def gencode_flags(home: Path) -> list[str]:
 
 def extension(name: str, sources: list[str], **options) -> cpp_extension.CppExtension:
     # The libraries hold no Python: the limited-API flag only gives them and the wheel their names.
-    return cpp_extension.CppExtension(
-        f"torch_mqa_ops.{name}", sources, include_dirs=[str(ROOT / "csrc")], depends=HEADERS, py_limited_api=True, **options
-    )
+    options |= {"include_dirs": [str(ROOT / "csrc")], "depends": HEADERS, "py_limited_api": True}
+    return cpp_extension.CppExtension(f"torch_mqa_ops.{name}", sources, **options)
 
 
 def extensions() -> list[cpp_extension.CppExtension]:
@@ -93,7 +91,7 @@ def extensions() -> list[cpp_extension.CppExtension]:
     home = None if wanted == "0" else cuda_home()
     if home is None:
         if wanted == "1":
-            raise SystemExit("torch_mqa_ops: MQA_CUDA=1 asks for the CUDA library, and no nvcc was found (set CUDA_HOME).")
+            raise SystemExit("torch_mqa_ops: MQA_CUDA=1 demands the CUDA library, and no nvcc was found.")
         reason = "MQA_CUDA=0" if wanted == "0" else "no nvcc was found"
         print(f"torch_mqa_ops: building for the CPU only ({reason})", file=sys.stderr)
         return found
@@ -118,12 +116,21 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def build_extension(self, ext):
         base, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
+        # torch tells ninja which headers a .cu file includes only when it is itself a CUDA build.
+        newest_header = max(os.path.getmtime(path) for path in HEADERS)
+        for compiled in Path(self.build_temp).rglob("*.o"):
+            if compiled.stat().st_mtime < newest_header:
+                compiled.unlink()
         super().build_extension(ext)
         self.build_temp = base
 
 
-setup(
-    ext_modules=extensions() if not {"egg_info", "sdist", "dist_info"} & set(sys.argv[1:2]) else [],
-    cmdclass={"build_ext": BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
-)
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    # Metadata commands need neither compilers nor their checks.
+    metadata_only = bool({"egg_info", "sdist", "dist_info"} & set(sys.argv[1:2]))
+    setup(
+        ext_modules=[] if metadata_only else extensions(),
+        cmdclass={"build_ext": BuildExtension},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

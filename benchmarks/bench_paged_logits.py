@@ -138,9 +138,7 @@ def reference_part(s: InputSet, pool: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def check(
-    name: str, call: Callable, sets: list[InputSet], reference: torch.Tensor
-) -> tuple[float, torch.Tensor]:
+def check(name: str, call: Callable, sets: list[InputSet], reference: torch.Tensor) -> tuple[float, torch.Tensor]:
     """Relative error on the checked part of the first set, and that part; every set must be fully written."""
     first = None
     for s in sets:
@@ -379,10 +377,7 @@ def bench_quantisers(pool: torch.Tensor) -> list[dict]:
 
     num_sets = -(-700_000_000 // (tokens * ROW_BYTES))
     tables = order[: num_sets * blocks].int().view(num_sets, requests, -1)
-    reads = [
-        functools.partial(mqa.gather_k_cache_fp8, pool, tables[i], cu_seq_lens, tokens)
-        for i in range(num_sets)
-    ]
+    reads = [functools.partial(mqa.gather_k_cache_fp8, pool, tables[i], cu_seq_lens, tokens) for i in range(num_sets)]
     results.append(timed("gather_k_cache_fp8", error, tokens * 2 * ROW_BYTES, reads))
     torch.cuda.empty_cache()
     return results
@@ -396,9 +391,7 @@ def bench_host(pool: torch.Tensor, peer: str | None) -> dict[str, float]:
         s.q, pool, s.weights, s.layout.block_tables, s.layout.seq_lens, 512
     )
     if peer:
-        calls |= {
-            name: functools.partial(call, s) for name, call in deep_gemm_contenders(pool, [s], 512).items()
-        }
+        calls |= {name: functools.partial(call, s) for name, call in deep_gemm_contenders(pool, [s], 512).items()}
     few = torch.zeros(16, device=pool.device)
     calls["torch add_ on 16 floats"] = lambda: few.add_(1)
     return {name: common.host_us(call) for name, call in calls.items()}

@@ -92,9 +92,7 @@ def _replay_event_pair(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, t
     return start, end
 
 
-def graph_times(
-    contenders: dict[str, Calls], target_ms: float = 3.0, replays: int = REPLAYS
-) -> dict[str, dict]:
+def graph_times(contenders: dict[str, Calls], target_ms: float = 3.0, replays: int = REPLAYS) -> dict[str, dict]:
     """Microseconds per call of each contender: median, least and most over the replays.
 
     Each contender's calls (one per input set) are one CUDA graph, repeated to about `target_ms`. The
@@ -110,15 +108,11 @@ def graph_times(
         passes = max(1, round(target_ms / start.elapsed_time(end)))
         graphs[name] = (graph if passes == 1 else _capture(calls, passes), passes * len(calls))
     # The first round warms up.
-    rounds = [
-        {name: _replay_event_pair(graph) for name, (graph, _) in graphs.items()} for _ in range(replays + 1)
-    ]
+    rounds = [{name: _replay_event_pair(graph) for name, (graph, _) in graphs.items()} for _ in range(replays + 1)]
     torch.cuda.synchronize()
     times = {}
     for name, (_, calls) in graphs.items():
-        times[name] = summary(
-            [start.elapsed_time(end) * 1e3 / calls for start, end in (r[name] for r in rounds[1:])]
-        )
+        times[name] = summary([start.elapsed_time(end) * 1e3 / calls for start, end in (r[name] for r in rounds[1:])])
     return times
 
 

@@ -1,4 +1,5 @@
-"""Fake kernels: what the operators return for tensors without data, so that torch.compile and torch.export can trace them.
+"""Fake kernels: what the operators return for tensors without data, so that torch.compile and torch.export can trace
+them.
 
 Installed as ``torch_mqa_ops.meta``. Imported under another name, it would register every fake twice.
 """

@@ -70,8 +70,10 @@ def check_inner_contiguous(op: str, name: str, tensor: torch.Tensor, count: int 
             require(
                 op,
                 stride == expected,
-                lambda: f"{name} must be contiguous in its {words}, got shape {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())}",
+                lambda: (
+                    f"{name} must be contiguous in its {words}, got shape {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())}"
+                ),
             )
         expected = expected * size
 

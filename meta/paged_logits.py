@@ -73,8 +73,9 @@ def _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
 
 
 @torch.library.register_fake("mqa::fp8_paged_mqa_logits")
-def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=torch.float32, schedule_meta=None,
+def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
       clean_logits=False):  # fmt: skip
+    output_dtype = torch.float32 if output_dtype is None else output_dtype
     _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype, schedule_meta)
     # torch gives a dimension of size 0 the stride of one of size 1.
     row_stride = torch.sym_max(_padded(max_seq_len), 1)
@@ -82,9 +83,10 @@ def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype
 
 
 @torch.library.register_fake("mqa::fp8_paged_mqa_logits.out")
-def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=torch.float32, schedule_meta=None,
+def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
       clean_logits=False, out):  # fmt: skip
     op = _LOGITS
+    output_dtype = torch.float32 if output_dtype is None else output_dtype
     _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype, schedule_meta)
     rows, columns = q.size(0) * q.size(1), _padded(max_seq_len)
     check_device(op, "out", out, "q", q)

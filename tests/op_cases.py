@@ -17,9 +17,7 @@ POISON = -777
 
 
 def _logits(device: str | torch.device) -> dict:
-    case = inputs.paged_case(
-        next_n=2, heads=8, head_dim=32, block_size=16, lengths=(5, 70, 300), device=device, seed=1
-    )
+    case = inputs.paged_case(next_n=2, heads=8, head_dim=32, block_size=16, lengths=(5, 70, 300), device=device, seed=1)
     return case | {"output_dtype": torch.float32, "schedule_meta": None, "clean_logits": True}
 
 
@@ -157,29 +155,46 @@ def step(
     cu_seq_lens: torch.Tensor,
     max_seq_len: int,
     total_tokens: int,
+    output_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     """One indexer step out of public functions: quantise, append, schedule, score, and gather back."""
     q_fp8, weights = mqa.quantize_q_fp8(q, gates, softmax_scale=0.25)
     mqa.quantize_k_cache_fp8(k, slot_mapping, kv_fused)
     schedule = mqa.compute_paged_mqa_logits_schedule(seq_lens, next_n=q.shape[1])
     logits = mqa.fp8_paged_mqa_logits(
-        q_fp8, kv_fused, weights.flatten(0, 1), block_tables, seq_lens, max_seq_len,
-        schedule_meta=schedule, clean_logits=True,
+        q_fp8,
+        kv_fused,
+        weights.flatten(0, 1),
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        output_dtype=output_dtype,
+        schedule_meta=schedule,
+        clean_logits=True,
     )
     k_back, k_scale = mqa.gather_k_cache_fp8(kv_fused, block_tables, cu_seq_lens, total_tokens)
     return logits, schedule, k_back, k_scale
 
 
 def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed: int = 0) -> dict:
-    # No two sizes of the first call may be equal by chance: tracing would take them for one.
+    # No two sizes, strides or offsets of the first call may be equal by chance: tracing takes them for one.
     lengths = [max_seq_len - 11 - 5 * (b % 3) for b in range(batch)]
     case = inputs.paged_case(
-        next_n=4, heads=8, head_dim=32, block_size=16, lengths=lengths, max_seq_len=max_seq_len,
-        table_width=table_width, device=device, seed=seed,
+        next_n=4,
+        heads=8,
+        head_dim=32,
+        block_size=16,
+        lengths=lengths,
+        max_seq_len=max_seq_len,
+        table_width=table_width,
+        device=device,
+        seed=seed,
     )
     gen = torch.Generator(device).manual_seed(seed)
     tokens = 9 + batch
     cu_seq_lens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seq_lens = torch.full((batch, 7), inputs.INT_MAX, dtype=torch.int32, device=device)[:, 5]
+    seq_lens.copy_(case["seq_lens"])
     return {
         "q": torch.randn(batch, 4, 8, 32, device=device, generator=gen).bfloat16(),
         "gates": torch.randn(batch, 4, 8, device=device, generator=gen),
@@ -187,7 +202,7 @@ def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed:
         "slot_mapping": torch.arange(tokens, device=device) * 7 - 2,
         "kv_fused": case["kv_fused"],
         "block_tables": case["block_tables"],
-        "seq_lens": case["seq_lens"],
+        "seq_lens": seq_lens,
         "cu_seq_lens": cu_seq_lens.to(device),
         "max_seq_len": max_seq_len,
         "total_tokens": sum(lengths) + 3,

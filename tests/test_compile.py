@@ -66,6 +66,23 @@ def test_unbacked_batch(device):
         assert_step_equal(compiled, case)
 
 
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_helpers_trace(unbacked):
+    def sizes(tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[0]
+        columns = mqa.padded_seq_len(length) + mqa.min_block_table_width(length, 64)
+        return tokens.new_zeros(columns + mqa.index_cache_block_bytes("fp8", 64, 128))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sizes, fullgraph=True, dynamic=True, backend=counter)
+    for length in (2, 255, 256, 8000):
+        tokens = torch.zeros(length)
+        if unbacked:
+            torch._dynamo.decorators.mark_unbacked(tokens, 0)
+        assert compiled(tokens).shape == sizes(tokens).shape
+    assert counter.frame_count == 1
+
+
 def symbolic(t: torch.Tensor, mode: torch._subclasses.FakeTensorMode, name: str) -> torch.Tensor:
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (t.dim() - 1))
     return mode.from_tensor(t, symbolic_context=context, source=torch._dynamo.source.ConstantSource(name))
@@ -122,8 +139,9 @@ def test_schedule_written_into_a_buffer_feeds_the_logits(device):
 
 
 def test_out_given_by_the_caller(device):
+    """Larger than need be. Dynamo takes contiguous tensors only for an argument named out."""
     case = op_cases.arguments("fp8_paged_mqa_logits", device)
-    out = op_cases.buffers("fp8_paged_mqa_logits", case)["out"]
+    out = torch.full((9, 600), float(op_cases.POISON), device=device)
 
     @torch.compile(fullgraph=True)
     def score(buffer: torch.Tensor) -> torch.Tensor:
@@ -132,9 +150,7 @@ def test_out_given_by_the_caller(device):
     expected = mqa.fp8_paged_mqa_logits(**case)
     assert same_bits(score(out), expected)
     assert same_bits(out[:6, : case["max_seq_len"]], expected)
-    frame = op_cases.storage_bytes(out).view(torch.float32).view(8, -1)
-    assert (frame[0] == op_cases.POISON).all() and (frame[7] == op_cases.POISON).all()
-    assert (frame[:, :3] == op_cases.POISON).all()
+    assert (out[6:] == op_cases.POISON).all() and (out[:, 512:] == op_cases.POISON).all()
 
 
 def test_an_input_cloned_from_out(device):
@@ -194,11 +210,11 @@ def test_view_of_the_cache_is_written_without_a_copy(device, monkeypatch):
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     writer = op_cases.overload_of("quantize_k_cache_fp8.default")
     assert sum(node.target is writer for node in nodes) == layers, "the writers are called directly"
+    copies = (torch.ops.aten.clone.default, torch.ops.aten.copy.default, torch.ops.aten.copy_.default)
     for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.numel() >= blocks * 16 * 36:
-            copies = (torch.ops.aten.clone.default, torch.ops.aten.copy.default, torch.ops.aten.copy_.default)
-            assert node.target not in copies, node.format_node()
+        if node.target in copies and not (len(node.args) > 1 and node.args[0] is node.args[1]):
+            # (Inductor drops copies of a tensor to itself.)
+            assert node.meta["val"].numel() < blocks * 16 * 36, node.format_node()
 
 
 def test_strides_reach_the_op(device, monkeypatch):
@@ -248,7 +264,10 @@ def test_reduce_overhead_is_captured(monkeypatch):
         q_fp8, q_weights = mqa.quantize_q_fp8(q.float(), gates)
         schedule = mqa.compute_paged_mqa_logits_schedule(seq_lens)
         return mqa.fp8_paged_mqa_logits(
-            q=q_fp8, weights=weights * q_weights.flatten(0, 1), block_tables=block_tables, seq_lens=seq_lens,
+            q=q_fp8,
+            weights=weights * q_weights.flatten(0, 1),
+            block_tables=block_tables,
+            seq_lens=seq_lens,
             **case | {"schedule_meta": schedule},
         )
 

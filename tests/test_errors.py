@@ -33,11 +33,15 @@ def fake_outcome(overload: str, args: dict) -> str | None:
 
 
 def meta_outcome(overload: str, args: dict) -> str | None:
-    return outcome(overload, {
-        k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
-        if isinstance(v, torch.Tensor) else v
-        for k, v in args.items()
-    })
+    return outcome(
+        overload,
+        {
+            k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
+            if isinstance(v, torch.Tensor)
+            else v
+            for k, v in args.items()
+        },
+    )
 
 
 # ---- the table
@@ -98,8 +102,10 @@ def pool(blocks: int, block_size: int, head_dim: int, *, gap: int = 48, shift: i
         device = args["kv_fused"].device
         storage = torch.zeros(32 + shift + blocks * (block_bytes + gap), dtype=torch.uint8, device=device)
         row = head_dim + 4
-        return {"kv_fused": storage.as_strided(
-            (blocks, block_size, 1, row), (block_bytes + gap, row, row, 1), 16 + shift)}
+        return {
+            "kv_fused": storage.as_strided((blocks, block_size, 1, row), (block_bytes + gap, row, row, 1), 16 + shift)
+        }
+
     return change
 
 
@@ -107,22 +113,26 @@ def elsewhere(name: str) -> Change:
     def change(args: dict) -> dict:
         old = args[name] if args[name] is not None else like(5, 2)(args["seq_lens"])
         return {name: old.to("cpu" if old.is_cuda else "meta")}
+
     return change
 
 
 def share(written: str, name: str) -> Change:
     """Both arguments, with the shapes they have, become views that begin at the same byte."""
+
     def change(args: dict) -> dict:
         views, buffer = {}, torch.zeros(1 << 17, dtype=torch.uint8, device=args[written].device)
         for key in (written, name):
             old = args[key] if args[key] is not None else like(5, 2)(args["seq_lens"])
             views[key] = buffer[: old.numel() * old.element_size()].view(old.dtype).view(old.shape)
         return views
+
     return change
 
 
 def logits_table() -> list[Bad]:
     d, o = "fp8_paged_mqa_logits.default", "fp8_paged_mqa_logits.out"
+
     # The valid call: B 3, n 2, H 8, D 32, S 16, 24 pages, max_seq_len 329, float32.
     def q_of(*shape: int) -> Change:
         return edit("q", like(*shape))
@@ -131,8 +141,10 @@ def logits_table() -> list[Bad]:
         Bad(d, "q", "[6, 8, 32]", q_of(6, 8, 32)),
         Bad(d, "q", "[]", q_of()),
         Bad(d, "q", "[1, 3, 2, 8, 32]", q_of(1, 3, 2, 8, 32)),
-        *(Bad(d, "q", str(dtype).removeprefix("torch."), edit("q", to(dtype)))
-          for dtype in (torch.float8_e5m2, torch.uint8, torch.bfloat16, torch.float32)),
+        *(
+            Bad(d, "q", str(dtype).removeprefix("torch."), edit("q", to(dtype)))
+            for dtype in (torch.float8_e5m2, torch.uint8, torch.bfloat16, torch.float32)
+        ),
         *(Bad(d, "q", str(n), q_of(3, n, 8, 32)) for n in (0, 17)),
         *(Bad(d, "q", str(heads), q_of(3, 2, heads, 32)) for heads in (0, 1, 4, 12, 48, 96, 256)),
         *(Bad(d, "q", str(dim), q_of(3, 2, 8, dim)) for dim in (0, 16, 96, 100, 256)),
@@ -141,16 +153,14 @@ def logits_table() -> list[Bad]:
         Bad(d, "kv_fused", "[24, 576]", edit("kv_fused", like(24, 576))),
         Bad(d, "kv_fused", "int8", edit("kv_fused", to(torch.int8))),
         Bad(d, "kv_fused", "float8_e4m3fn", edit("kv_fused", to(torch.float8_e4m3fn))),
-        *(Bad(d, "kv_fused", str(size), pool(24, size, 32, gap=-size * 36 % 16))
-          for size in (0, 1, 2, 8, 48, 512)),
+        *(Bad(d, "kv_fused", str(size), pool(24, size, 32, gap=-size * 36 % 16)) for size in (0, 1, 2, 8, 48, 512)),
         Bad(d, "kv_fused", "[24, 16, 2, 36]", edit("kv_fused", like(24, 16, 2, 36))),
         Bad(d, "kv_fused", "[24, 16, 1, 32]", edit("kv_fused", like(24, 16, 1, 32))),
         Bad(d, "kv_fused", "[24, 16, 1, 68]", edit("kv_fused", like(24, 16, 1, 68))),
         Bad(d, "kv_fused", "2]", edit("kv_fused", gaps_inside)),
         Bad(d, "kv_fused", "[1152, 72, 36, 1]", edit("kv_fused", lambda t: like(24, 32, 1, 36)(t)[:, ::2])),
         *(Bad(d, "kv_fused", str(16 * 36 + gap), pool(24, 16, 32, gap=gap)) for gap in (1, 4, 8)),
-        *(Bad(d, "kv_fused", f"{shift}", pool(24, 16, 32, shift=shift), by_address=True)
-          for shift in (1, 4, 8)),
+        *(Bad(d, "kv_fused", f"{shift}", pool(24, 16, 32, shift=shift), by_address=True) for shift in (1, 4, 8)),
         Bad(d, "weights", "[48]", edit("weights", like(48))),
         Bad(d, "weights", "[3, 2, 8]", edit("weights", like(3, 2, 8))),
         Bad(d, "weights", "[5, 8]", edit("weights", like(5, 8))),
@@ -160,8 +170,7 @@ def logits_table() -> list[Bad]:
         Bad(d, "weights", "int32", edit("weights", to(torch.int32))),
         Bad(d, "weights", "2]", edit("weights", gaps_inside)),
         # Lengths and table exchanged, the order of an older interface.
-        Bad(d, "block_tables", "[3]",
-            lambda a: {"block_tables": a["seq_lens"], "seq_lens": a["block_tables"]}),
+        Bad(d, "block_tables", "[3]", lambda a: {"block_tables": a["seq_lens"], "seq_lens": a["block_tables"]}),
         Bad(d, "block_tables", "[3, 5, 1]", edit("block_tables", like(3, 5, 1))),
         Bad(d, "block_tables", "[2, 5]", edit("block_tables", like(2, 5))),
         Bad(d, "block_tables", "[6, 5]", edit("block_tables", like(6, 5))),
@@ -177,8 +186,10 @@ def logits_table() -> list[Bad]:
         Bad(d, "seq_lens", "int64", edit("seq_lens", to(torch.int64))),
         Bad(d, "max_seq_len", "-1", replace(max_seq_len=-1)),
         Bad(d, "max_seq_len", str(-(2**40)), replace(max_seq_len=-(2**40))),
-        *(Bad(d, "output_dtype", str(dtype).removeprefix("torch."), replace(output_dtype=dtype))
-          for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)),
+        *(
+            Bad(d, "output_dtype", str(dtype).removeprefix("torch."), replace(output_dtype=dtype))
+            for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)
+        ),
     ]
     cases += [
         Bad(d, "schedule_meta", "[10]", schedule(like(10))),
@@ -244,8 +255,9 @@ def schedule_table() -> list[Bad]:
         Bad(o, "out", "[1, 5]", edit("out", swapped)),
         Bad(o, "out", "2]", edit("out", gaps_inside)),
         Bad(o, "out", "[0, 1]", edit("out", lambda t: like(1, 2)(t).expand(5, 2))),
-        Bad(o, "out", "shared", lambda a: {"seq_lens": a["out"].flatten()[3:6]}, "not overlap seq_lens",
-            by_address=True),
+        Bad(
+            o, "out", "shared", lambda a: {"seq_lens": a["out"].flatten()[3:6]}, "not overlap seq_lens", by_address=True
+        ),
         Bad(o, "out", "", elsewhere("out"), mixes_devices=True),
     ]
 
@@ -258,8 +270,10 @@ def quantize_q_table() -> list[Bad]:
         Bad(d, "q", "[]", edit("q", like())),
         Bad(d, "q", "8, 32]", edit("q", like(*[1] * 12, 8, 32))),
         *(Bad(d, "q", str(dim), edit("q", like(3, 2, 8, dim))) for dim in (0, 16, 96, 256)),
-        *(Bad(d, "q", str(dtype).removeprefix("torch."), edit("q", to(dtype)))
-          for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)),
+        *(
+            Bad(d, "q", str(dtype).removeprefix("torch."), edit("q", to(dtype)))
+            for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)
+        ),
         Bad(d, "q", "[512, 256, 1, 8]", edit("q", swapped)),
         Bad(d, "q", "2]", edit("q", gaps_inside)),
         Bad(d, "weights", "[3, 2, 7]", edit("weights", like(3, 2, 7))),
@@ -280,9 +294,16 @@ def quantize_q_table() -> list[Bad]:
         Bad(o, "weights_f32", "2]", edit("weights_f32", gaps_inside)),
         Bad(o, "weights_f32", "[0, 8, 1]", edit("weights_f32", lambda t: like(1, 2, 8)(t).expand(3, 2, 8))),
         Bad(o, "weights_f32", "", elsewhere("weights_f32"), mixes_devices=True),
-        *(Bad(o, written, "shared", share(written, name), f"not overlap {name}", by_address=True)
-          for written, name in (("q_fp8", "q"), ("q_fp8", "weights"), ("weights_f32", "q"),
-                                ("weights_f32", "weights"), ("weights_f32", "q_fp8"))),
+        *(
+            Bad(o, written, "shared", share(written, name), f"not overlap {name}", by_address=True)
+            for written, name in (
+                ("q_fp8", "q"),
+                ("q_fp8", "weights"),
+                ("weights_f32", "q"),
+                ("weights_f32", "weights"),
+                ("weights_f32", "q_fp8"),
+            )
+        ),
     ]
 
 
@@ -294,8 +315,10 @@ def quantize_k_table() -> list[Bad]:
         Bad(d, "k", "[7, 1, 32]", edit("k", like(7, 1, 32))),
         Bad(d, "kv_fused", "[4, 16, 1, 36]", edit("k", like(7, 64))),
         Bad(d, "k", "96", lambda a: pool(4, 16, 96)(a) | {"k": like(7, 96)(a["k"])}),
-        *(Bad(d, "k", str(dtype).removeprefix("torch."), edit("k", to(dtype)))
-          for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn)),
+        *(
+            Bad(d, "k", str(dtype).removeprefix("torch."), edit("k", to(dtype)))
+            for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn)
+        ),
         Bad(d, "k", "2]", edit("k", gaps_inside)),
         Bad(d, "slot_mapping", "[6]", edit("slot_mapping", like(6))),
         Bad(d, "slot_mapping", "[7, 1]", edit("slot_mapping", like(7, 1))),
@@ -310,11 +333,12 @@ def quantize_k_table() -> list[Bad]:
         Bad(d, "kv_fused", "[1152, 72, 36, 1]", edit("kv_fused", lambda t: like(4, 32, 1, 36)(t)[:, ::2])),
         Bad(d, "kv_fused", "580", pool(4, 16, 32, gap=4)),
         Bad(d, "kv_fused", "4", pool(4, 16, 32, shift=4), by_address=True),
-        Bad(d, "kv_fused", "[0, 36, 36, 1]",
-            edit("kv_fused", lambda t: like(1, 16, 1, 36)(t).expand(4, 16, 1, 36))),
+        Bad(d, "kv_fused", "[0, 36, 36, 1]", edit("kv_fused", lambda t: like(1, 16, 1, 36)(t).expand(4, 16, 1, 36))),
         Bad(d, "kv_fused", "", elsewhere("kv_fused"), mixes_devices=True),
-        *(Bad(d, "kv_fused", "shared", share("kv_fused", name), f"not overlap {name}", by_address=True)
-          for name in ("k", "slot_mapping")),
+        *(
+            Bad(d, "kv_fused", "shared", share("kv_fused", name), f"not overlap {name}", by_address=True)
+            for name in ("k", "slot_mapping")
+        ),
     ]
 
 
@@ -351,15 +375,16 @@ def gather_table() -> list[Bad]:
         Bad(o, "k_scale", "float64", edit("k_scale", to(torch.float64))),
         Bad(o, "k_scale", "[0]", edit("k_scale", lambda t: like(1)(t).expand(380))),
         Bad(o, "k_scale", "", elsewhere("k_scale"), mixes_devices=True),
-        *(Bad(o, written, "shared", share(written, name), f"not overlap {name}", by_address=True)
-          for written in ("k", "k_scale") for name in ("kv_fused", "block_tables", "cu_seq_lens")),
+        *(
+            Bad(o, written, "shared", share(written, name), f"not overlap {name}", by_address=True)
+            for written in ("k", "k_scale")
+            for name in ("kv_fused", "block_tables", "cu_seq_lens")
+        ),
         Bad(o, "k_scale", "shared", share("k_scale", "k"), "not overlap k", by_address=True),
     ]
 
 
-TABLE = [
-    *logits_table(), *schedule_table(), *quantize_q_table(), *quantize_k_table(), *gather_table()
-]
+TABLE = [*logits_table(), *schedule_table(), *quantize_q_table(), *quantize_k_table(), *gather_table()]
 
 
 def ids(bad: Bad) -> str:
@@ -412,8 +437,15 @@ def test_every_tensor_argument_is_in_the_table():
 # ---- the two sets of rules are one
 
 DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8,
-    torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )
 
 
@@ -490,9 +522,9 @@ def test_fakes_name_cuda_devices_without_a_gpu(overload):
     for stray in tensors[1:]:
         with FakeTensorMode():
             fakes = {
-                k: torch.empty_strided(
-                    v.shape, v.stride(), dtype=v.dtype, device="cpu" if k == stray else "cuda:0")
-                if isinstance(v, torch.Tensor) else v
+                k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cpu" if k == stray else "cuda:0")
+                if isinstance(v, torch.Tensor)
+                else v
                 for k, v in real.items()
             }
             text = outcome(overload, fakes)
@@ -505,22 +537,41 @@ def test_fakes_name_cuda_devices_without_a_gpu(overload):
 
 FUNCTIONS = {
     "fp8_paged_mqa_logits": {
-        "q": [[0.0]], "kv_fused": "pool", "weights": 1.0, "block_tables": [[0]], "seq_lens": [1, 2],
-        "max_seq_len": (329.0, True, "329", None), "output_dtype": ("float32", float, None),
-        "schedule_meta": [[0, 0]], "clean_logits": (1, "yes", None), "out": [0.0],
+        "q": [[0.0]],
+        "kv_fused": "pool",
+        "weights": 1.0,
+        "block_tables": [[0]],
+        "seq_lens": [1, 2],
+        "max_seq_len": (329.0, True, "329", None),
+        "output_dtype": ("float32", float, None),
+        "schedule_meta": [[0, 0]],
+        "clean_logits": (1, "yes", None),
+        "out": [0.0],
     },
     "compute_paged_mqa_logits_schedule": {
-        "seq_lens": ([1, 2], 3, None), "device": (1.5, [0]), "next_n": (1.0, True, "1", None),
-        "variant": (8, None), "out": [[0, 0]],
+        "seq_lens": ([1, 2], 3, None),
+        "device": (1.5, [0]),
+        "next_n": (1.0, True, "1", None),
+        "variant": (8, None),
+        "out": [[0, 0]],
     },
     "quantize_q_fp8": {
-        "q": [[0.0]], "weights": [1.0], "pow2_scale": (1, None), "softmax_scale": ("0.25", True),
+        "q": [[0.0]],
+        "weights": [1.0],
+        "pow2_scale": (1, None),
+        "softmax_scale": ("0.25", True),
     },
     "quantize_k_cache_fp8": {
-        "k": [[0.0]], "slot_mapping": [0, 1], "kv_fused": b"pool", "pow2_scale": (1, None),
+        "k": [[0.0]],
+        "slot_mapping": [0, 1],
+        "kv_fused": b"pool",
+        "pow2_scale": (1, None),
     },
     "gather_k_cache_fp8": {
-        "kv_fused": None, "block_tables": [[0]], "cu_seq_lens": [0, 1], "total_tokens": (380.0, True, None),
+        "kv_fused": None,
+        "block_tables": [[0]],
+        "cu_seq_lens": [0, 1],
+        "total_tokens": (380.0, True, None),
     },
 }
 VALID = {
@@ -556,10 +607,17 @@ def test_functions_take_no_unknown_argument(function):
         getattr(mqa, function)(**function_arguments(function), skip_check=True)
 
 
-@pytest.mark.parametrize("bad", [
-    bad for bad in TABLE if not bad.mixes_devices and bad.op in VALID
-    and (bad.overload.endswith(".default") or bad.op == "fp8_paged_mqa_logits")  # the only function with out=
-], ids=ids)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        bad
+        for bad in TABLE
+        if not bad.mixes_devices
+        and bad.op in VALID
+        and (bad.overload.endswith(".default") or bad.op == "fp8_paged_mqa_logits")  # the only function with out=
+    ],
+    ids=ids,
+)
 def test_functions_refuse_in_the_words_of_the_op(bad):
     args = broken(bad, "cpu")
     text = outcome(bad.overload, args)
@@ -568,9 +626,16 @@ def test_functions_refuse_in_the_words_of_the_op(bad):
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("variant", "fp16"), ("variant", ""), ("variant", "FP8"), ("next_n", 0), ("next_n", -1),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("variant", "fp16"),
+        ("variant", ""),
+        ("variant", "FP8"),
+        ("next_n", 0),
+        ("next_n", -1),
+    ],
+)
 def test_schedule_function_refuses_values(name, value):
     lengths = torch.ones(3, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=rf"\b{name} must .*, got .*{re.escape(str(value))}"):
@@ -598,26 +663,38 @@ def test_min_block_table_width():
     assert mqa.min_block_table_width(2**40 + 1, 256) == 2**32 + 1
 
 
-@pytest.mark.parametrize(("variant", "block_size", "head_dim", "expected"), [
-    ("fp8", 64, 128, 8448), ("fp8", 32, 128, 4224), ("fp8", 128, 128, 16896), ("fp8", 256, 64, 17408),
-    ("fp8", 16, 32, 576), ("fp4", 64, 128, 4352), ("fp4", 32, 128, 2176), ("fp4", 128, 128, 8704),
-    ("fp4", 64, 64, 64 * 34),
-])
+@pytest.mark.parametrize(
+    ("variant", "block_size", "head_dim", "expected"),
+    [
+        ("fp8", 64, 128, 8448),
+        ("fp8", 32, 128, 4224),
+        ("fp8", 128, 128, 16896),
+        ("fp8", 256, 64, 17408),
+        ("fp8", 16, 32, 576),
+        ("fp4", 64, 128, 4352),
+        ("fp4", 32, 128, 2176),
+        ("fp4", 128, 128, 8704),
+        ("fp4", 64, 64, 64 * 34),
+    ],
+)
 def test_index_cache_block_bytes(variant, block_size, head_dim, expected):
     assert mqa.index_cache_block_bytes(variant, block_size, head_dim) == expected
 
 
-@pytest.mark.parametrize(("function", "arguments", "name"), [
-    ("padded_seq_len", (-1,), "max_seq_len"),
-    ("min_block_table_width", (-1, 64), "seq_len"),
-    ("min_block_table_width", (64, 0), "block_size"),
-    ("min_block_table_width", (64, -64), "block_size"),
-    ("index_cache_block_bytes", ("fp16", 64, 128), "variant"),
-    ("index_cache_block_bytes", ("fp8", 48, 128), "block_size"),
-    ("index_cache_block_bytes", ("fp8", 0, 128), "block_size"),
-    ("index_cache_block_bytes", ("fp8", 64, 96), "head_dim"),
-    ("index_cache_block_bytes", ("fp4", 64, 32), "head_dim"),
-])
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        ("padded_seq_len", (-1,), "max_seq_len"),
+        ("min_block_table_width", (-1, 64), "seq_len"),
+        ("min_block_table_width", (64, 0), "block_size"),
+        ("min_block_table_width", (64, -64), "block_size"),
+        ("index_cache_block_bytes", ("fp16", 64, 128), "variant"),
+        ("index_cache_block_bytes", ("fp8", 48, 128), "block_size"),
+        ("index_cache_block_bytes", ("fp8", 0, 128), "block_size"),
+        ("index_cache_block_bytes", ("fp8", 64, 96), "head_dim"),
+        ("index_cache_block_bytes", ("fp4", 64, 32), "head_dim"),
+    ],
+)
 def test_helpers_refuse_values(function, arguments, name):
     bad = {"variant": 0, "block_size": 1, "head_dim": 2}[name] if len(arguments) == 3 else None
     value = arguments[bad] if bad is not None else min(arguments)
@@ -625,19 +702,22 @@ def test_helpers_refuse_values(function, arguments, name):
         getattr(mqa, function)(*arguments)
 
 
-@pytest.mark.parametrize(("function", "arguments", "name"), [
-    ("padded_seq_len", (1.0,), "max_seq_len"),
-    ("padded_seq_len", (True,), "max_seq_len"),
-    ("padded_seq_len", ("256",), "max_seq_len"),
-    ("padded_seq_len", (None,), "max_seq_len"),
-    ("min_block_table_width", (64.0, 64), "seq_len"),
-    ("min_block_table_width", (True, 64), "seq_len"),
-    ("min_block_table_width", (64, 64.0), "block_size"),
-    ("min_block_table_width", (64, False), "block_size"),
-    ("index_cache_block_bytes", (8, 64, 128), "variant"),
-    ("index_cache_block_bytes", ("fp8", 64.0, 128), "block_size"),
-    ("index_cache_block_bytes", ("fp8", 64, "128"), "head_dim"),
-])
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        ("padded_seq_len", (1.0,), "max_seq_len"),
+        ("padded_seq_len", (True,), "max_seq_len"),
+        ("padded_seq_len", ("256",), "max_seq_len"),
+        ("padded_seq_len", (None,), "max_seq_len"),
+        ("min_block_table_width", (64.0, 64), "seq_len"),
+        ("min_block_table_width", (True, 64), "seq_len"),
+        ("min_block_table_width", (64, 64.0), "block_size"),
+        ("min_block_table_width", (64, False), "block_size"),
+        ("index_cache_block_bytes", (8, 64, 128), "variant"),
+        ("index_cache_block_bytes", ("fp8", 64.0, 128), "block_size"),
+        ("index_cache_block_bytes", ("fp8", 64, "128"), "head_dim"),
+    ],
+)
 def test_helpers_refuse_types(function, arguments, name):
     with pytest.raises(TypeError, match=rf"\b{name}\b"):
         getattr(mqa, function)(*arguments)
@@ -645,29 +725,45 @@ def test_helpers_refuse_types(function, arguments, name):
 
 def test_precompile_accepts(device):
     for arguments in (
-        {}, {"variants": ("fp8",)}, {"variants": ["fp4"]}, {"variants": ()},
-        {"output_dtypes": (torch.float32, torch.bfloat16, torch.float16)}, {"batch_sizes": [1, 64]},
+        {},
+        {"variants": ("fp8",)},
+        {"variants": ["fp4"]},
+        {"variants": ()},
+        {"output_dtypes": (torch.float32, torch.bfloat16, torch.float16)},
+        {"batch_sizes": [1, 64]},
     ):
         assert mqa.precompile_paged_mqa_logits(device, **arguments) is None
     assert mqa.precompile_paged_mqa_logits(torch.device(device)) is None
 
 
-@pytest.mark.parametrize(("name", "value", "shown"), [
-    ("variants", ("fp8", "fp16"), "fp16"),
-    ("output_dtypes", (torch.float64,), "float64"),
-    ("output_dtypes", (torch.float32, torch.int32), "int32"),
-    ("batch_sizes", (-1,), "-1"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("variants", ("fp8", "fp16"), "fp16"),
+        ("output_dtypes", (torch.float64,), "float64"),
+        ("output_dtypes", (torch.float32, torch.int32), "int32"),
+        ("batch_sizes", (-1,), "-1"),
+    ],
+)
 def test_precompile_refuses_values(name, value, shown):
     with pytest.raises(RuntimeError, match=rf"precompile_paged_mqa_logits: {name} must .*, got .*{shown}"):
         mqa.precompile_paged_mqa_logits("cpu", **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("device", 1.5), ("variants", "fp8"), ("variants", (8,)), ("variants", None),
-    ("output_dtypes", torch.float32), ("output_dtypes", ("float32",)), ("batch_sizes", 4),
-    ("batch_sizes", (1.0,)), ("batch_sizes", (True,)),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", 1.5),
+        ("variants", "fp8"),
+        ("variants", (8,)),
+        ("variants", None),
+        ("output_dtypes", torch.float32),
+        ("output_dtypes", ("float32",)),
+        ("batch_sizes", 4),
+        ("batch_sizes", (1.0,)),
+        ("batch_sizes", (True,)),
+    ],
+)
 def test_precompile_refuses_types(name, value):
     with pytest.raises(TypeError, match=rf"\b{name}\b"):
         mqa.precompile_paged_mqa_logits(**{"device": "cpu", name: value})

@@ -34,9 +34,7 @@ def capture(function: Callable[[], object], pool: tuple[int, int] | None = None)
 class Decode:
     """Tensors of one decode batch at fixed addresses, with finite contents everywhere."""
 
-    def __init__(
-        self, batch: int = 4, next_n: int = 1, longest: int = 1000, heads: int = 64, slack: int = 24
-    ):
+    def __init__(self, batch: int = 4, next_n: int = 1, longest: int = 1000, heads: int = 64, slack: int = 24):
         self.next_n, self.longest, self.block_size = next_n, longest, 64
         self.width = -(-longest // self.block_size)
         self.blocks = batch * self.width + 7
@@ -107,8 +105,11 @@ def test_first_call_of_a_process_inside_capture():
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(root), str(TESTS)))}
     children = {
         name: subprocess.Popen(
-            [sys.executable, "-c", FIRST_CALL, name], env=env, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", FIRST_CALL, name],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in op_cases.OVERLOADS
     }
@@ -194,8 +195,14 @@ def test_whole_step_replays():
         mqa.quantize_k_cache_fp8(keys, slots, kv_fused)
         schedule = mqa.compute_paged_mqa_logits_schedule(decode.seq_lens)
         logits = mqa.fp8_paged_mqa_logits(
-            q_fp8, kv_fused, weights.flatten(0, 1), decode.block_tables, decode.seq_lens, decode.max_seq_len,
-            schedule_meta=schedule, clean_logits=True,
+            q_fp8,
+            kv_fused,
+            weights.flatten(0, 1),
+            decode.block_tables,
+            decode.seq_lens,
+            decode.max_seq_len,
+            schedule_meta=schedule,
+            clean_logits=True,
         )
         return logits, *mqa.gather_k_cache_fp8(kv_fused, decode.block_tables, cu_seq_lens, 2500)
 
@@ -307,8 +314,15 @@ def test_references_dropped_after_capture():
         q_fp8, weights = mqa.quantize_q_fp8(hidden)
         schedule = mqa.compute_paged_mqa_logits_schedule(decode.seq_lens)
         mqa.fp8_paged_mqa_logits(
-            q_fp8, decode.kv_fused, weights.flatten(0, 1), decode.block_tables, decode.seq_lens,
-            decode.max_seq_len, schedule_meta=schedule, clean_logits=True, out=out,
+            q_fp8,
+            decode.kv_fused,
+            weights.flatten(0, 1),
+            decode.block_tables,
+            decode.seq_lens,
+            decode.max_seq_len,
+            schedule_meta=schedule,
+            clean_logits=True,
+            out=out,
         )
 
     graph, _ = capture(work)

@@ -26,14 +26,14 @@ import torch_mqa_ops as mqa
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(mqa.__file__).resolve().parent
 
-OPCHECK_UTILS = (
-    "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-)
+OPCHECK_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 # Overloads with a float8 argument: test_schema multiplies it by a number, which torch has no kernel for.
-# test_inputs_unchanged, test_results_alias_no_input and test_out_is_written_as_the_functional_result check the
-# same for every overload.
+# The tests of mutation and aliasing below check the same by hand, for every overload.
 FLOAT8_ARGUMENTS = (
-    "fp8_paged_mqa_logits.default", "fp8_paged_mqa_logits.out", "quantize_q_fp8.out", "gather_k_cache_fp8.out"
+    "fp8_paged_mqa_logits.default",
+    "fp8_paged_mqa_logits.out",
+    "quantize_q_fp8.out",
+    "gather_k_cache_fp8.out",
 )
 
 
@@ -52,12 +52,14 @@ def test_every_registered_op_is_covered_here():
 def test_schema_snapshot():
     texts = sorted(str(op_cases.overload_of(name)._schema) for name in OVERLOADS)
     actual = "\n".join(textwrap.fill(text, 100, subsequent_indent="    ") for text in texts)
-    expecttest.assert_expected_inline(actual, """\
+    expecttest.assert_expected_inline(
+        actual,
+        """\
 mqa::fp8_paged_mqa_logits(Tensor q, Tensor kv_fused, Tensor weights, Tensor block_tables, Tensor
-    seq_lens, SymInt max_seq_len, *, ScalarType output_dtype=6, Tensor? schedule_meta=None, bool
+    seq_lens, SymInt max_seq_len, *, ScalarType? output_dtype=None, Tensor? schedule_meta=None, bool
     clean_logits=False) -> Tensor
 mqa::fp8_paged_mqa_logits.out(Tensor q, Tensor kv_fused, Tensor weights, Tensor block_tables, Tensor
-    seq_lens, SymInt max_seq_len, *, ScalarType output_dtype=6, Tensor? schedule_meta=None, bool
+    seq_lens, SymInt max_seq_len, *, ScalarType? output_dtype=None, Tensor? schedule_meta=None, bool
     clean_logits=False, Tensor(a!) out) -> ()
 mqa::gather_k_cache_fp8(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt
     total_tokens) -> (Tensor k, Tensor k_scale)
@@ -70,7 +72,8 @@ mqa::quantize_k_cache_fp8(Tensor k, Tensor slot_mapping, Tensor(a!) kv_fused, *,
 mqa::quantize_q_fp8(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float?
     softmax_scale=None) -> (Tensor q_fp8, Tensor weights_f32)
 mqa::quantize_q_fp8.out(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float?
-    softmax_scale=None, Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()""")
+    softmax_scale=None, Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()""",
+    )
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
@@ -99,8 +102,9 @@ def test_schema_marks_exactly_what_it_writes(name):
 def test_out_overload_extends_the_functional_one(op):
     functional, out = (op_cases.overload_of(f"{op}.{kind}")._schema for kind in ("default", "out"))
     extra = len(functional.returns)
-    shared = [[(a.name, str(a.type), a.default_value, a.kwarg_only) for a in schema.arguments]
-              for schema in (functional, out)]
+    shared = [
+        [(a.name, str(a.type), a.default_value, a.kwarg_only) for a in schema.arguments] for schema in (functional, out)
+    ]
     assert shared[1][:-extra] == shared[0]
     names = [ret.name for ret in functional.returns]
     assert [a.name for a in out.arguments[-extra:]] == (["out"] if extra == 1 else names)
@@ -115,8 +119,11 @@ def test_no_string_argument(name):
 
 @pytest.mark.parametrize(
     ("op", "argument"),
-    [("fp8_paged_mqa_logits", "max_seq_len"), ("paged_mqa_logits_schedule", "num_workers"),
-     ("gather_k_cache_fp8", "total_tokens")],
+    [
+        ("fp8_paged_mqa_logits", "max_seq_len"),
+        ("paged_mqa_logits_schedule", "num_workers"),
+        ("gather_k_cache_fp8", "total_tokens"),
+    ],
 )
 def test_sizes_are_symbolic(op, argument):
     schema = op_cases.overload_of(f"{op}.default")._schema
@@ -193,7 +200,8 @@ def layout(tensor: torch.Tensor, with_device: bool = True) -> tuple:
 def on_meta(args: dict) -> dict:
     return {
         key: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
-        if isinstance(v, torch.Tensor) else v
+        if isinstance(v, torch.Tensor)
+        else v
         for key, v in args.items()
     }
 
@@ -218,18 +226,25 @@ def assert_layouts_agree(function, args: dict, meta: bool = True) -> None:
         assert [layout(t, False)[:3] for t in on] == [layout(t, False)[:3] for t in real]
 
 
-LOGITS_GRID = list(itertools.product(
-    (0, 1, 3), (1, 4), (0, 1, 255, 256, 1000, 1024), (False, True), (None, "exact", "larger")
-))  # with every dtype and with a schedule or none in turn
+LOGITS_GRID = list(
+    itertools.product((0, 1, 3), (1, 4), (0, 1, 255, 256, 1000, 1024), (False, True), (None, "exact", "larger"))
+)  # with every dtype and with a schedule or none in turn
 
 
 def test_logits_layout_grid(device):
     dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.float16])
     schedules = itertools.cycle([None, torch.zeros(5, 2, dtype=torch.int32, device=device)])
-    for (batch, next_n, max_seq_len, two_d, out), dtype, schedule in zip(LOGITS_GRID, dtypes, schedules):
+    for batch, next_n, max_seq_len, two_d, out in LOGITS_GRID:
+        dtype, schedule = next(dtypes), next(schedules)
         case = inputs.paged_case(
-            next_n=next_n, heads=8, head_dim=32, block_size=16, lengths=[3] * batch, lengths_2d=two_d,
-            max_seq_len=max_seq_len, device=device,
+            next_n=next_n,
+            heads=8,
+            head_dim=32,
+            block_size=16,
+            lengths=[3] * batch,
+            lengths_2d=two_d,
+            max_seq_len=max_seq_len,
+            device=device,
         )
         rows, columns = batch * next_n, mqa.padded_seq_len(max_seq_len)
         if out == "exact":
@@ -380,9 +395,7 @@ def test_vmap_refuses_the_out_overload(device):
 
 def run_python(code: str, root: Path = PACKAGE.parent, **environment: str) -> str:
     env = os.environ | {"PYTHONPATH": str(root)} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -411,32 +424,53 @@ def test_import_needs_neither_gpu_nor_numpy_nor_triton():
 
 
 def test_import_touches_no_gpu_and_no_compiler():
-    code = HAVE_ALL_OPS + "import sys\n" + (
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not {'torch._inductor.compile_fx', 'torch.utils.cpp_extension'} & set(sys.modules)\n"
+    code = (
+        HAVE_ALL_OPS
+        + "import sys\n"
+        + (
+            "assert not torch.cuda.is_initialized()\n"
+            "assert not {'torch._inductor.compile_fx', 'torch.utils.cpp_extension'} & set(sys.modules)\n"
+        )
     )
     assert EXPECTED_SCHEDULE in run_python(code, PATH="")
 
 
 def test_reload_and_second_load_are_harmless():
-    code = HAVE_ALL_OPS + (
-        "import importlib\n"
-        "importlib.reload(torch_mqa_ops)\n"
-        "for path in list(torch.ops.loaded_libraries):\n"
-        "    if 'torch_mqa_ops' in path: torch.ops.load_library(path)\n"
-    ) + HAVE_ALL_OPS
+    code = (
+        HAVE_ALL_OPS
+        + (
+            "import importlib\n"
+            "importlib.reload(torch_mqa_ops)\n"
+            "for path in list(torch.ops.loaded_libraries):\n"
+            "    if 'torch_mqa_ops' in path: torch.ops.load_library(path)\n"
+        )
+        + HAVE_ALL_OPS
+    )
     assert run_python(code).count(EXPECTED_SCHEDULE) == 2
 
 
-def test_import_from_a_second_install_path(tmp_path):
-    copied = tmp_path / "torch_mqa_ops"
+def second_copy(root: Path) -> Path:
+    copied = root / "torch_mqa_ops"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
     fakes = Path(sys.modules["torch_mqa_ops.meta"].__file__).parent
-    if not (copied / "meta").exists():
-        shutil.copytree(fakes, copied / "meta", ignore=shutil.ignore_patterns("__pycache__"))
-    code = HAVE_ALL_OPS + "print(torch_mqa_ops.__file__)\n"
-    out = run_python(code, root=tmp_path)
+    shutil.copytree(fakes, copied / "meta", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    return root
+
+
+def test_import_from_a_second_install_path(tmp_path):
+    out = run_python(HAVE_ALL_OPS + "print(torch_mqa_ops.__file__)\n", root=second_copy(tmp_path))
     assert EXPECTED_SCHEDULE in out and str(tmp_path) in out
+
+
+def test_two_copies_in_one_process_are_an_import_error(tmp_path):
+    """Not an abort: torch ends the process when one namespace is defined twice."""
+    code = "import torch_mqa_ops, sys\n" + (
+        "for name in [n for n in sys.modules if n.startswith('torch_mqa_ops')]: del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(second_copy(tmp_path))!r})\n"
+        "try: import torch_mqa_ops\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert "another copy of torch_mqa_ops" in run_python(code)
 
 
 # ---- layout of the sources

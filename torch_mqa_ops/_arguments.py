@@ -3,6 +3,7 @@
 Values, shapes, dtypes and devices are checked once, by the operators.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,9 +37,16 @@ def need_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.dtype, got {type(value).__name__}")
 
 
-def need_variant(name: str, value: Any) -> None:
+def need_iterable(name: str, value: Any) -> list:
+    """The members of ``value``; raises TypeError for a str or what cannot be iterated over."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be an iterable of values, got {type(value).__name__}")
+    return list(value)
+
+
+def need_variant(function: str, name: str, value: Any) -> None:
     """Raises unless ``value`` names a cache format."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {type(value).__name__}")
     if value not in ("fp8", "fp4"):
-        raise RuntimeError(f"{name} must be 'fp8' or 'fp4', got {value!r}")
+        raise RuntimeError(f"{function}: {name} must be 'fp8' or 'fp4', got {value!r}")

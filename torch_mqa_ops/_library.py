@@ -41,4 +41,3 @@ def load() -> None:
             "Build it where nvcc is found, or with MQA_CUDA=1 to learn why it is not.",
             stacklevel=3,
         )
-

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ._arguments import need_bool, need_dtype, need_int, need_tensor, need_variant
+from ._arguments import need_bool, need_dtype, need_int, need_iterable, need_tensor, need_variant
 
 # The overloads themselves: looking them up through torch.ops costs half a microsecond a call.
 _fp8_logits = torch.ops.mqa.fp8_paged_mqa_logits.default
@@ -27,7 +27,8 @@ def padded_seq_len(max_seq_len: int) -> int:
         RuntimeError: it is negative.
     """
     need_int("max_seq_len", max_seq_len)
-    torch._check(max_seq_len >= 0, lambda: f"padded_seq_len: max_seq_len must not be negative, got {max_seq_len}")
+    if max_seq_len < 0:
+        raise RuntimeError(f"padded_seq_len: max_seq_len must not be negative, got {max_seq_len}")
     return (max_seq_len + _PADDING - 1) // _PADDING * _PADDING
 
 
@@ -40,8 +41,10 @@ def min_block_table_width(seq_len: int, block_size: int) -> int:
     """
     need_int("seq_len", seq_len)
     need_int("block_size", block_size)
-    torch._check(seq_len >= 0, lambda: f"min_block_table_width: seq_len must not be negative, got {seq_len}")
-    torch._check(block_size > 0, lambda: f"min_block_table_width: block_size must be positive, got {block_size}")
+    if seq_len < 0:
+        raise RuntimeError(f"min_block_table_width: seq_len must not be negative, got {seq_len}")
+    if block_size <= 0:
+        raise RuntimeError(f"min_block_table_width: block_size must be positive, got {block_size}")
     return (seq_len + block_size - 1) // block_size
 
 
@@ -71,14 +74,14 @@ def fp8_paged_mqa_logits(
         q: float8_e4m3fn ``[B, n, H, D]``, the last two dimensions contiguous. H is 8, 16, 32, 64 or 128, D is 32, 64 or
             128, n (1 + draft tokens) is 1 to 16. q has no scale of its own: fold it into ``weights``, as
             :func:`quantize_q_fp8` does.
-        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: S * D e4m3 values,
-            token after token, then S float32 scales. The 4-D shape states sizes only: it is *not* one (D + 4)-byte row per
-            token. The block stride may be any multiple of 16 bytes, and the base address too.
+        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: S * D e4m3
+            values, token after token, then S float32 scales. The 4-D shape states sizes only: it is *not* one (D +
+            4)-byte row per token. The block stride may be any multiple of 16 bytes, and the base address too.
         weights: float32, bfloat16 or float16 ``[B * n, H]``.
         block_tables: int32 ``[B, W]``, any row stride. Ids that no live position needs are never looked at.
         seq_lens: int32 ``[B]`` or ``[B, n]``, any strides, in tokens of the cache. With ``[B]``, row (b, t) is live in
-            the columns below ``seq_lens[b] - n + t + 1``: the newest slot sees all. With ``[B, n]`` each slot has its own
-            length ``seq_lens[b, t]``. Either limit is then clamped to ``[0, min(max_seq_len, W * S)]``.
+            the columns below ``seq_lens[b] - n + t + 1``: the newest slot sees all. With ``[B, n]`` each slot has its
+            own length ``seq_lens[b, t]``. Either limit is then clamped to ``[0, min(max_seq_len, W * S)]``.
         max_seq_len: columns of the result.
         output_dtype: float32, bfloat16 or float16. Scores are float32 until they are stored; float16 overflows to inf.
         schedule_meta: int32 ``[R >= 2, 2]``, contiguous, from :func:`compute_paged_mqa_logits_schedule`; without it the
@@ -88,14 +91,16 @@ def fp8_paged_mqa_logits(
             column stride, rows that do not overlap; it may not overlap an input.
 
     Returns:
-        ``[B * n, max_seq_len]``, a view of ``out`` or of a fresh buffer with row stride ``padded_seq_len(max_seq_len)``.
+        ``[B * n, max_seq_len]``, a view of ``out`` or of a fresh buffer with row stride
+        ``padded_seq_len(max_seq_len)``.
 
-    Unspecified without ``clean_logits``: columns that are not live. Rows of ``out`` past ``B * n`` and columns past the padded
-    width are never written; columns from ``max_seq_len`` to the padded width may be.
+    Unspecified without ``clean_logits``: columns that are not live. Rows of ``out`` past ``B * n`` and columns past the
+    padded width are never written; columns from ``max_seq_len`` to the padded width may be.
 
-    A live position whose page id is negative or not below ``blocks`` scores ``-inf``. NaN in a live q, k, scale or weight makes
-    the score NaN. No contents of any tensor can make the kernel read or write outside its tensors or fail to end. The same
-    inputs give the same bits, whatever the batch around a row, the schedule, ``out``, ``clean_logits``, graph or eager.
+    A live position whose page id is negative or not below ``blocks`` scores ``-inf``. NaN in a live q, k, scale or
+    weight makes the score NaN. No contents of any tensor can make the kernel read or write outside its tensors or fail
+    to end. The same inputs give the same bits, whatever the batch around a row, the schedule, ``out``,
+    ``clean_logits``, graph or eager.
 
     On the CPU the products are torch's float32 matmul, so ``torch.set_float32_matmul_precision`` applies to them.
 
@@ -110,7 +115,8 @@ def fp8_paged_mqa_logits(
         >>> torch_mqa_ops.quantize_k_cache_fp8(k, torch.arange(300), cache)    # fills blocks 0 to 4
         >>> table = torch.tensor([[0, 1, 2, 3, 4], [4, 3, -1, -1, -1]], dtype=torch.int32)
         >>> lens = torch.tensor([300, 40], dtype=torch.int32)
-        >>> logits = torch_mqa_ops.fp8_paged_mqa_logits(q, cache, torch.ones(2, 64), table, lens, 300, clean_logits=True)
+        >>> w = torch.ones(2, 64)
+        >>> logits = torch_mqa_ops.fp8_paged_mqa_logits(q, cache, w, table, lens, 300, clean_logits=True)
         >>> logits.shape, logits.stride(), logits[1, 39:41].isinf().tolist()
         (torch.Size([2, 300]), (512, 1), [False, True])
     """
@@ -123,15 +129,17 @@ def fp8_paged_mqa_logits(
     need_dtype("output_dtype", output_dtype)
     need_tensor("schedule_meta", schedule_meta, optional=True)
     need_bool("clean_logits", clean_logits)
+    # The op's default goes unsaid, so that exported programs hold no dtype: AOTInductor before torch 2.13 garbles them.
+    dtype = None if output_dtype is torch.float32 else output_dtype
     if out is None:
         return _fp8_logits(
             q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
-            output_dtype=output_dtype, schedule_meta=schedule_meta, clean_logits=clean_logits,
+            output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits,
         )  # fmt: skip
     need_tensor("out", out)
     _fp8_logits_out(
         q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
-        output_dtype=output_dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
+        output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
     )  # fmt: skip
     return out[: q.shape[0] * q.shape[1], :max_seq_len]
 
@@ -146,21 +154,21 @@ def compute_paged_mqa_logits_schedule(
 ) -> torch.Tensor:
     """How a paged-logits call may split its work: where in the walk over all requests each worker starts.
 
-    Handing the schedule to the logits saves each layer's call the split; it never changes a result, and contents that no
-    longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
+    Handing the schedule to the logits saves each layer's call the split; it never changes a result, and contents that
+    no longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
 
     Args:
         seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides.
-        device: where the logits will run; ``seq_lens`` must be there already. Default: its device. It sets the number of
-            workers: the multiprocessors of a CUDA device, 32 on the CPU.
+        device: where the logits will run; ``seq_lens`` must be there already. Default: its device. It sets the number
+            of workers: the multiprocessors of a CUDA device, 32 on the CPU.
         next_n: query slots per request, 1 to 16; checked, changes nothing.
         variant: "fp8" or "fp4"; checked, changes nothing.
         out: int32 ``[workers + 1, 2]``, contiguous, to write to.
 
     Returns:
-        int32 ``[workers + 1, 2]`` (``out`` if given): row i is (request, unit of 256 tokens in it) where worker i starts; the
-        last row is (B, 0). Units are dealt out evenly, the first workers getting one more. The algorithm is that of
-        FlashInfer's ``compute_paged_mqa_logits_schedule``.
+        int32 ``[workers + 1, 2]`` (``out`` if given): row i is (request, unit of 256 tokens in it) where worker i
+        starts; the last row is (B, 0). Units are dealt out evenly, the first workers getting one more. The algorithm is
+        that of FlashInfer's ``compute_paged_mqa_logits_schedule``.
 
     Raises:
         TypeError: an argument has the wrong Python type.
@@ -173,7 +181,7 @@ def compute_paged_mqa_logits_schedule(
     """
     need_tensor("seq_lens", seq_lens)
     need_int("next_n", next_n)
-    need_variant("variant", variant)
+    need_variant("compute_paged_mqa_logits_schedule", "variant", variant)
     if not 1 <= next_n <= 16:
         raise RuntimeError(f"compute_paged_mqa_logits_schedule: next_n must be from 1 to 16, got {next_n}")
     if device is not None:
@@ -198,8 +206,8 @@ def precompile_paged_mqa_logits(
 ) -> None:
     """Loads the kernels of the named variants into a device's context, so that no later call does.
 
-    There is nothing to compile. CUDA loads a kernel when it is first used; this uses each once, on tiny inputs, outside any
-    measured or captured region. First use under capture works too. On the CPU only the arguments are checked.
+    There is nothing to compile. CUDA loads a kernel when it is first used; this uses each once, on tiny inputs, outside
+    any measured or captured region. First use under capture works too. On the CPU only the arguments are checked.
 
     Args:
         device: a CUDA device or the CPU; default the current CUDA device, or the CPU where there is none.
@@ -214,16 +222,16 @@ def precompile_paged_mqa_logits(
     Example:
         >>> torch_mqa_ops.precompile_paged_mqa_logits(variants=("fp8",))
     """
-    variants = list(variants)
+    variants = need_iterable("variants", variants)
     for variant in variants:
-        need_variant("variants", variant)
-    for dtype in output_dtypes or ():
+        need_variant("precompile_paged_mqa_logits", "variants", variant)
+    for dtype in need_iterable("output_dtypes", () if output_dtypes is None else output_dtypes):
         need_dtype("output_dtypes", dtype)
         if dtype not in _OUTPUT_DTYPES:
             raise RuntimeError(
                 f"precompile_paged_mqa_logits: output_dtypes must be float32, bfloat16 or float16, got {dtype}"
             )
-    for size in batch_sizes or ():
+    for size in need_iterable("batch_sizes", () if batch_sizes is None else batch_sizes):
         need_int("batch_sizes", size)
         if size < 0:
             raise RuntimeError(f"precompile_paged_mqa_logits: batch_sizes must not be negative, got {size}")

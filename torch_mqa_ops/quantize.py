@@ -12,8 +12,8 @@ _gather_k_cache_fp8 = torch.ops.mqa.gather_k_cache_fp8.default
 def index_cache_block_bytes(variant: str, block_size: int, head_dim: int) -> int:
     """Bytes of one block of an index cache: the smallest block stride its pool can have.
 
-    "fp8" takes ``head_dim + 4`` bytes a token (values, one float32 scale), "fp4" ``head_dim / 2 + head_dim / 32`` (packed
-    values, one scale byte for 32 of them): 8448 and 4352 for blocks of 64 tokens of 128.
+    "fp8" takes ``head_dim + 4`` bytes a token (values, one float32 scale), "fp4" ``head_dim / 2 + head_dim / 32``
+    (packed values, one scale byte for 32 of them): 8448 and 4352 for blocks of 64 tokens of 128.
 
     Args:
         variant: "fp8" or "fp4".
@@ -25,9 +25,10 @@ def index_cache_block_bytes(variant: str, block_size: int, head_dim: int) -> int
         RuntimeError: an argument is not one of those above.
 
     Example:
-        >>> pool = torch.zeros(1000, 64, 1, torch_mqa_ops.index_cache_block_bytes("fp8", 64, 128) // 64, dtype=torch.uint8)
+        >>> torch_mqa_ops.index_cache_block_bytes("fp8", 64, 128)
+        8448
     """
-    need_variant("variant", variant)
+    need_variant("index_cache_block_bytes", "variant", variant)
     need_int("block_size", block_size)
     need_int("head_dim", head_dim)
     if block_size not in (16, 32, 64, 128, 256):
@@ -48,9 +49,9 @@ def quantize_q_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises queries to e4m3 with one scale per (token, head), folded into the head weights.
 
-    For each row of D elements: ``scale = max(amax, 1e-4) / 448`` in float32, with ``pow2_scale`` rounded up to a power of two;
-    ``q_fp8 = e4m3(q / scale)``, nearest, ties to even, saturating; ``weights_f32 = weights * scale * softmax_scale``, in that
-    order in float32, None meaning 1. The recipe of DeepSeek's indexer and its serving engines.
+    For each row of D elements: ``scale = max(amax, 1e-4) / 448`` in float32, with ``pow2_scale`` rounded up to a power
+    of two; ``q_fp8 = e4m3(q / scale)``, nearest, ties to even, saturating; ``weights_f32 = weights * scale *
+    softmax_scale``, in that order in float32, None meaning 1. The recipe of DeepSeek's indexer and its serving engines.
 
     Args:
         q: float32, bfloat16 or float16 ``[..., H, D]`` with up to 8 leading dimensions of any strides; the last two are
@@ -62,15 +63,16 @@ def quantize_q_fp8(
     Returns:
         ``(q_fp8, weights_f32)``: float8_e4m3fn ``[..., H, D]`` and float32 ``[..., H]``, contiguous.
 
-    NaN elements do not count in amax and stay NaN (0x7F); infinite elements saturate to 448, and the scale of their row is the
-    largest finite one (2^127 with ``pow2_scale``).
+    NaN elements do not count in amax and stay NaN (0x7F); infinite elements saturate to 448, and the scale of their row
+    is the largest finite one (2^127 with ``pow2_scale``).
 
     Raises:
         TypeError: an argument has the wrong Python type.
         RuntimeError: an argument breaks a rule above, or requires grad.
 
     Example:
-        >>> q_fp8, w = torch_mqa_ops.quantize_q_fp8(torch.randn(2, 1, 64, 128), torch.rand(2, 1, 64), softmax_scale=128**-0.5)
+        >>> q, gates = torch.randn(2, 1, 64, 128), torch.rand(2, 1, 64)
+        >>> q_fp8, w = torch_mqa_ops.quantize_q_fp8(q, gates, softmax_scale=128**-0.5)
         >>> q_fp8.dtype, w.shape
         (torch.float8_e4m3fn, torch.Size([2, 1, 64]))
     """
@@ -87,13 +89,13 @@ def quantize_k_cache_fp8(
 ) -> None:
     """Quantises keys to e4m3 with one scale per token and writes them to their slots of a paged cache.
 
-    Slot s is token ``s % S`` of block ``s // S``: its D values go to byte ``s % S * D`` of the block, its float32 scale to byte
-    ``S * D + 4 * (s % S)``. The recipe is that of :func:`quantize_q_fp8`. No other byte of the cache changes.
+    Slot s is token ``s % S`` of block ``s // S``: its D values go to byte ``s % S * D`` of the block, its float32 scale
+    to byte ``S * D + 4 * (s % S)``. The recipe is that of :func:`quantize_q_fp8`. No other byte of the cache changes.
 
     Args:
         k: float32, bfloat16 or float16 ``[tokens, D]``, D 32, 64 or 128, rows of any stride.
-        slot_mapping: int64 ``[tokens]``, contiguous. A negative slot, or one past the pool, skips its token. Of several tokens
-            with one slot either wins, whole.
+        slot_mapping: int64 ``[tokens]``, contiguous. A negative slot, or one past the pool, skips its token. Of several
+            tokens with one slot either wins, whole.
         kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`; blocks may not overlap. Written.
         pow2_scale: round scales up to powers of two.
 
@@ -103,8 +105,9 @@ def quantize_k_cache_fp8(
 
     Example:
         >>> cache = torch.zeros(8, 64, 1, 132, dtype=torch.uint8)
-        >>> torch_mqa_ops.quantize_k_cache_fp8(torch.randn(3, 128), torch.tensor([5, 64, -1]), cache)   # the third is skipped
-        >>> cache[1].flatten()[:128].view(torch.float8_e4m3fn).float().abs().max() > 200              # block 1, token 0
+        >>> slots = torch.tensor([5, 64, -1])  # the third is skipped
+        >>> torch_mqa_ops.quantize_k_cache_fp8(torch.randn(3, 128), slots, cache)
+        >>> cache[1].flatten()[:128].view(torch.float8_e4m3fn).float().abs().max() > 200  # block 1, token 0
         tensor(True)
     """
     need_tensor("k", k)
@@ -128,9 +131,9 @@ def gather_k_cache_fp8(
         total_tokens: rows of the result.
 
     Returns:
-        ``(k, k_scale)``: float8_e4m3fn ``[total_tokens, D]`` and float32 ``[total_tokens]``. Rows that no request covers, pages
-        outside the pool and tokens past the table give zero bytes and scale 0. Where ``cu_seq_lens`` makes requests overlap,
-        the lowest of them has the row.
+        ``(k, k_scale)``: float8_e4m3fn ``[total_tokens, D]`` and float32 ``[total_tokens]``. Rows that no request
+        covers, pages outside the pool and tokens past the table give zero bytes and scale 0. Where ``cu_seq_lens``
+        makes requests overlap, the lowest of them has the row.
 
     Raises:
         TypeError: an argument has the wrong Python type.

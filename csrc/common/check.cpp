@@ -98,7 +98,8 @@ void check_no_internal_overlap(const char* op, const char* name, const Tensor& t
   }
 }
 
-void check_disjoint(const char* op, const char* name, const Tensor& written, const char* other_name, const Tensor& other) {
+void check_disjoint(const char* op, const char* name, const Tensor& written, const char* other_name,
+                    const Tensor& other) {
   const Runs a = runs_of(written);
   const Runs b = runs_of(other);
   if (a.length == 0 || b.length == 0 || a.end() <= b.base || b.end() <= a.base) return;

@@ -54,7 +54,8 @@ inline void check_dtype(const char* op, const char* name, ScalarType dtype, std:
   refuse(op, name, " must have dtype ", choice_text(allowed, dtype_name), ", got ", dtype_name(dtype));
 }
 
-inline void check_dtype(const char* op, const char* name, const Tensor& tensor, std::initializer_list<ScalarType> allowed) {
+inline void check_dtype(const char* op, const char* name, const Tensor& tensor,
+                        std::initializer_list<ScalarType> allowed) {
   check_dtype(op, name, tensor.scalar_type(), allowed);
 }
 
@@ -71,7 +72,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
     equal = equal && tensor.size(dim) == size;
     ++dim;
   }
-  if (!equal) refuse(op, name, " must have shape ", shape, " = ", list_text(sizes), ", got ", list_text(tensor.sizes()));
+  if (!equal)
+    refuse(op, name, " must have shape ", shape, " = ", list_text(sizes), ", got ", list_text(tensor.sizes()));
 }
 
 // One size or integer argument out of a short list; `what` names it, as in "q must have H".
@@ -108,7 +110,8 @@ inline void check_device(const char* op, const char* name, const Tensor& tensor,
 inline void check_aligned(const char* op, const char* name, const Tensor& tensor, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   if (address % bytes != 0) {
-    refuse(op, name, " must start at a multiple of ", bytes, " bytes, got an address ", address % bytes, " bytes past one");
+    refuse(op, name, " must start at a multiple of ", bytes, " bytes, got an address ", address % bytes,
+           " bytes past one");
   }
 }
 
@@ -120,6 +123,7 @@ PagedCache check_fp8_cache(const char* op, const char* name, const Tensor& cache
 void check_no_internal_overlap(const char* op, const char* name, const Tensor& tensor);
 
 // `written` shares no byte with `other`. Interleaved tensors (columns of one workspace) are told apart exactly.
-void check_disjoint(const char* op, const char* name, const Tensor& written, const char* other_name, const Tensor& other);
+void check_disjoint(const char* op, const char* name, const Tensor& written, const char* other_name,
+                    const Tensor& other);
 
 }  // namespace mqa

@@ -76,8 +76,8 @@ inline std::string device_name(const Tensor& tensor) {
   return "a device that is neither CPU nor CUDA";
 }
 
-// out = a @ b. The out form, because autocast would send matmul to bfloat16 and because it allocates nothing; the stable
-// API has no wrapper for it.
+// out = a @ b. The out form, because autocast would send matmul to bfloat16 and because it allocates nothing; the
+// stable API has no wrapper for it.
 inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
                                     torch::stable::detail::from(out)};

@@ -18,8 +18,8 @@ struct KernelFacts {
   int ptx_version;           // architecture the loaded code was written for: 10 x major + minor
 };
 
-// Facts about `kernel` on the current device, which is `device`. The first call loads the kernel into the device's context
-// and raises its shared-memory limit; neither is a stream operation, so this may happen under graph capture.
+// Facts about `kernel` on the current device, which is `device`. The first call loads the kernel into the device's
+// context and raises its shared-memory limit; neither is a stream operation, so this may happen under graph capture.
 template <auto kernel>
 const KernelFacts& kernel_facts(int device) {
   static std::array<KernelFacts, kMaxDevices> facts;

@@ -1,8 +1,8 @@
 // FP8 paged logits and their schedule on the CPU: float32, torch's matmul for the products, memory bounded by a tile.
 //
-// The work is cut into units of 256 tokens dealt out over torch's threads. A thread dequantises one unit of K, multiplies it
-// with the heads of one slot and sums over heads. Every product has the same shape whatever the lengths (missing tokens are
-// zero rows), so a score's bits depend on nothing around it.
+// The work is cut into units of 256 tokens dealt out over torch's threads. A thread dequantises one unit of K,
+// multiplies it with the heads of one slot and sums over heads. Every product has the same shape whatever the lengths
+// (missing tokens are zero rows), so a score's bits depend on nothing around it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -58,17 +58,17 @@ int64_t units_of(int64_t length) { return (length + kUnitTokens - 1) / kUnitToke
 
 // Columns of row (request, slot) below this are live.
 int64_t row_limit(const LogitsParams& p, int64_t request, int64_t slot) {
-  const int64_t limit = p.lengths_per_slot ? length_at(p.lengths, request, slot)
-                                           : length_at(p.lengths, request, 0) - p.next_n + slot + 1;
+  const int64_t limit =
+      p.lengths_per_slot ? length_at(p.lengths, request, slot) : length_at(p.lengths, request, 0) - p.next_n + slot + 1;
   return std::clamp<int64_t>(limit, 0, p.capacity);
 }
 
 // What one thread needs to score a unit.
 struct UnitScorer {
   const LogitsParams& p;
-  Tensor keys;     // [256, D]
-  Tensor queries;  // [n * H, D]
-  Tensor products;  // [H, 256]
+  Tensor keys;                 // [256, D]
+  Tensor queries;              // [n * H, D]
+  Tensor products;             // [H, 256]
   std::vector<float> weights;  // [n * H]
   std::vector<float> sums, scales;
   std::vector<uint8_t> absent;
@@ -79,7 +79,10 @@ struct UnitScorer {
         keys(torch::stable::new_empty(anchor, {kUnitTokens, p.head_dim}, ScalarType::Float)),
         queries(torch::stable::new_empty(anchor, {p.next_n * p.heads, p.head_dim}, ScalarType::Float)),
         products(torch::stable::new_empty(anchor, {p.heads, kUnitTokens}, ScalarType::Float)),
-        weights(p.next_n * p.heads), sums(kUnitTokens), scales(kUnitTokens), absent(kUnitTokens) {}
+        weights(p.next_n * p.heads),
+        sums(kUnitTokens),
+        scales(kUnitTokens),
+        absent(kUnitTokens) {}
 
   void load_queries(int64_t request) {
     if (queries_of == request) return;
@@ -108,7 +111,8 @@ struct UnitScorer {
       } else {
         const uint8_t* block = p.cache.data + page * p.cache.block_stride;
         dequantise(block + in_block * p.head_dim, values + token * p.head_dim, run * p.head_dim);
-        std::memcpy(&scales[token], block + p.cache.block_size * p.head_dim + in_block * sizeof(float), run * sizeof(float));
+        std::memcpy(&scales[token], block + p.cache.block_size * p.head_dim + in_block * sizeof(float),
+                    run * sizeof(float));
       }
       token += run;
     }

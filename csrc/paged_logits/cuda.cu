@@ -20,8 +20,8 @@ void launch_portable(const LogitsParams& p, int device) {
   // One block per multiprocessor: a block's warps fill its registers.
   const int64_t blocks =
       p.schedule == nullptr ? facts.multiprocessors : std::min<int64_t>(p.workers, facts.multiprocessors);
-  kernel<<<static_cast<unsigned>(blocks), plan.warps * kWarpThreads, plan.shared_bytes, device::current_stream(device)>>>(
-      p, plan);
+  kernel<<<static_cast<unsigned>(blocks), plan.warps * kWarpThreads, plan.shared_bytes,
+           device::current_stream(device)>>>(p, plan);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

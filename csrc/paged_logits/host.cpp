@@ -118,8 +118,7 @@ void check_logits_out(LogitsParams& p, const Tensor& q, const Tensor& kv_fused, 
 }
 
 Tensor allocate_logits(LogitsParams& p, const Tensor& q, ScalarType output_dtype) {
-  const Tensor buffer =
-      torch::stable::new_empty(q, {p.batch * p.next_n, padded_seq_len(p.max_seq_len)}, output_dtype);
+  const Tensor buffer = torch::stable::new_empty(q, {p.batch * p.next_n, padded_seq_len(p.max_seq_len)}, output_dtype);
   p.out = buffer.mutable_data_ptr();
   p.out_stride = buffer.stride(0);
   return buffer;

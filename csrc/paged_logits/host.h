@@ -26,11 +26,12 @@ using RunSchedule = void (*)(const ScheduleParams& params, const Tensor& anchor)
 
 template <RunLogits run>
 Tensor fp8_paged_mqa_logits(const Tensor& q, const Tensor& kv_fused, const Tensor& weights, const Tensor& block_tables,
-                            const Tensor& seq_lens, int64_t max_seq_len, ScalarType output_dtype,
+                            const Tensor& seq_lens, int64_t max_seq_len, std::optional<ScalarType> output_dtype,
                             OptionalTensor schedule_meta, bool clean_logits) {
-  LogitsParams params = check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype,
-                                         schedule_meta, clean_logits);
-  Tensor buffer = allocate_logits(params, q, output_dtype);
+  const ScalarType dtype = output_dtype.value_or(ScalarType::Float);
+  LogitsParams params =
+      check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta, clean_logits);
+  Tensor buffer = allocate_logits(params, q, dtype);
   run(params, q);
   return torch::stable::narrow(buffer, 1, 0, max_seq_len);
 }
@@ -38,10 +39,12 @@ Tensor fp8_paged_mqa_logits(const Tensor& q, const Tensor& kv_fused, const Tenso
 template <RunLogits run>
 void fp8_paged_mqa_logits_out(const Tensor& q, const Tensor& kv_fused, const Tensor& weights,
                               const Tensor& block_tables, const Tensor& seq_lens, int64_t max_seq_len,
-                              ScalarType output_dtype, OptionalTensor schedule_meta, bool clean_logits, Tensor out) {
-  LogitsParams params = check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype,
-                                         schedule_meta, clean_logits);
-  check_logits_out(params, q, kv_fused, weights, block_tables, seq_lens, output_dtype, schedule_meta, out);
+                              std::optional<ScalarType> output_dtype, OptionalTensor schedule_meta, bool clean_logits,
+                              Tensor out) {
+  const ScalarType dtype = output_dtype.value_or(ScalarType::Float);
+  LogitsParams params =
+      check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta, clean_logits);
+  check_logits_out(params, q, kv_fused, weights, block_tables, seq_lens, dtype, schedule_meta, out);
   run(params, q);
 }
 

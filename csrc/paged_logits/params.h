@@ -15,27 +15,27 @@ constexpr int kUnitTokens = 256;
 struct Lengths {
   const int32_t* data;  // [B] or [B, n]
   int64_t batch;
-  int64_t slots;         // n for [B, n], 1 for [B]
+  int64_t slots;  // n for [B, n], 1 for [B]
   int64_t batch_stride;
   int64_t slot_stride;
 };
 
 struct LogitsParams {
-  int64_t batch;         // B
-  int64_t next_n;        // n
-  int64_t heads;         // H
-  int64_t head_dim;      // D
-  int64_t table_width;   // W
-  int64_t max_seq_len;   // columns of the result
-  int64_t capacity;      // min(max_seq_len, W * S): no position at or past it exists
+  int64_t batch;        // B
+  int64_t next_n;       // n
+  int64_t heads;        // H
+  int64_t head_dim;     // D
+  int64_t table_width;  // W
+  int64_t max_seq_len;  // columns of the result
+  int64_t capacity;     // min(max_seq_len, W * S): no position at or past it exists
 
-  const uint8_t* q;      // e4m3 [B, n, H, D], [H, D] without gaps
+  const uint8_t* q;  // e4m3 [B, n, H, D], [H, D] without gaps
   int64_t q_batch_stride;
   int64_t q_slot_stride;
 
-  PagedCache cache;      // K
+  PagedCache cache;  // K
 
-  const void* weights;   // [B*n, H]
+  const void* weights;  // [B*n, H]
   FloatType weights_type;
   int64_t weights_stride;
 
@@ -48,22 +48,24 @@ struct LogitsParams {
   const int32_t* schedule;  // [workers + 1, 2], or nullptr: split the work in the kernel
   int64_t workers;
 
-  void* out;             // [B*n, >= max_seq_len]
+  void* out;  // [B*n, >= max_seq_len]
   FloatType out_type;
   int64_t out_stride;
-  bool clean;            // write -inf to every column that is not live
+  bool clean;  // write -inf to every column that is not live
 };
 
 struct ScheduleParams {
   Lengths lengths;
   int64_t workers;
-  int32_t* out;          // [workers + 1, 2]
+  int32_t* out;  // [workers + 1, 2]
 };
 
-// A place in the walk over all requests and their units; (B, 0) is the end.
+// A place in the walk over all requests and their units; (B, 0) is the end. Lengths are int32, so a request has at most
+// kMaxUnits units.
+constexpr int kMaxUnits = (int64_t{1} << 31) / kUnitTokens;
 struct Position {
-  int64_t request;
-  int64_t unit;
+  int request;
+  int unit;
 };
 
 // How a schedule cuts `total` units into `workers` runs: the first total % workers get one unit more.
@@ -73,19 +75,23 @@ struct Split {
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  Split(int64_t total, int64_t workers) : base(total / workers), extra(total % workers) {}
+  Split(int64_t total, int64_t workers)
+      : base(total / workers), extra(total % workers) {
+  }
 
   // The unit (counted over all requests) at which worker i starts.
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  int64_t start(int64_t i) const { return i * base + (i < extra ? i : extra); }
+      int64_t start(int64_t i) const {
+    return i * base + (i < extra ? i : extra);
+  }
 
   // The first worker that starts at `unit` or later; `unit` is at most the total.
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  int64_t first_worker(int64_t unit) const {
+      int64_t first_worker(int64_t unit) const {
     const int64_t long_runs = extra * (base + 1);
     if (unit <= long_runs) return (unit + base) / (base + 1);
     return extra + (unit - long_runs + base - 1) / base;

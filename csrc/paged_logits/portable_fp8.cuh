@@ -1,16 +1,16 @@
 // FP8 paged logits for every architecture from sm_80 on and every supported shape.
 //
-// One block per worker walks its units of 256 tokens. K is the row operand of mma.sync (32 tokens per warp and step), q the
-// column operand (8 heads per instruction), so a lane ends with its tokens' scores under a few heads and the sum over heads
-// is a loop and two shuffles. Each warp owns a ring of stages filled by cp.async and never waits for another warp except
-// when the block moves on to the next request and loads its q. All query slots of a request that fit in shared memory
-// share one read of K.
+// One block per worker walks its units of 256 tokens. K is the row operand of mma.sync (32 tokens per warp and step), q
+// the column operand (8 heads per instruction), so a lane ends with its tokens' scores under a few heads and the sum
+// over heads is a loop and two shuffles. Each warp owns a ring of stages filled by cp.async and never waits for another
+// warp except when the block moves on to the next request and loads its q. All query slots of a request that fit in
+// shared memory share one read of K.
 //
-// A dot product does not care about the order of its terms. So lane (g, c) takes 16 neighbouring bytes of a token as its
-// operands for four (half: K = 16) or two (e4m3: K = 32) instructions, and q is stored in the same permuted order.
+// A dot product does not care about the order of its terms. So lane (g, c) takes 16 neighbouring bytes of a token as
+// its operands for four (half: K = 16) or two (e4m3: K = 32) instructions, and q is stored in the same permuted order.
 //
-// Bits: a score depends on its own q, K, scale and weights alone. Heads are walked in order, and every other choice (work
-// split, warps, stages, slots per pass) moves whole tiles about.
+// Bits: a score depends on its own q, K, scale and weights alone. Heads are walked in order, and every other choice
+// (work split, warps, stages, slots per pass) moves whole tiles about.
 #pragma once
 
 #include <cstdint>
@@ -40,15 +40,16 @@ constexpr int kWordRegisters = 2;
 
 template <int kHeadDim>
 struct PortableShape {
-  static constexpr int kLaneWords = kHeadDim / 16;                       // words of one token in one lane
-  static constexpr int kLaneRegisters = kLaneWords * kWordRegisters;     // operand registers of one token in one lane
-  static constexpr int kVectors = (kLaneRegisters + 3) / 4;              // 16-byte vectors of q operands per lane
-  static constexpr int kHeadTileBytes = kVectors * kWarpThreads * 16;    // q operands of 8 heads
+  static constexpr int kLaneWords = kHeadDim / 16;                     // words of one token in one lane
+  static constexpr int kLaneRegisters = kLaneWords * kWordRegisters;   // operand registers of one token in one lane
+  static constexpr int kVectors = (kLaneRegisters + 3) / 4;            // 16-byte vectors of q operands per lane
+  static constexpr int kHeadTileBytes = kVectors * kWarpThreads * 16;  // q operands of 8 heads
 };
 
 // A lane's words of the row that starts at `row`; chunks of 16 bytes are swizzled by `swizzle` (0 or 4).
 template <int kHeadDim>
-__device__ __forceinline__ void load_row_words(uint32_t (&words)[kHeadDim / 16], const uint8_t* row, int c, int swizzle) {
+__device__ __forceinline__ void load_row_words(uint32_t (&words)[kHeadDim / 16], const uint8_t* row, int c,
+                                               int swizzle) {
   if constexpr (kHeadDim == 32) {
     const uint2 pair = *reinterpret_cast<const uint2*>(row + 8 * c);
     words[0] = pair.x;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void expand_word(uint32_t word, uint32_t* registers) 
 }
 
 // One instruction consumes two registers of each of two tokens (rows g and g + 8) and two of a head.
-__device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* token, const uint32_t* token_8, uint32_t b0,
-                                         uint32_t b1) {
+__device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* token, const uint32_t* token_8,
+                                         uint32_t b0, uint32_t b1) {
 #if MQA_E4M3_MATRIX_UNIT
   device::mma_e4m3(scores, token[0], token_8[0], token[1], token_8[1], b0, b1);
 #else
@@ -86,45 +87,40 @@ __device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* tok
 }
 
 // The limit of row (request, slot): columns below it are live.
-__device__ __forceinline__ int64_t row_limit(const LogitsParams& p, int64_t request, int64_t slot) {
+__device__ __forceinline__ int row_limit(const LogitsParams& p, int request, int slot) {
   const int64_t limit = p.lengths_per_slot ? load_length(p.lengths, request, slot)
                                            : load_length(p.lengths, request, 0) - p.next_n + slot + 1;
-  return min(max(limit, int64_t{0}), p.capacity);
+  return static_cast<int>(min(max(limit, int64_t{0}), p.capacity));
 }
 
-__device__ __forceinline__ int64_t request_limit(const LogitsParams& p, int64_t request) {
-  return min(request_length(p.lengths, request), p.capacity);
+__device__ __forceinline__ int request_limit(const LogitsParams& p, int request) {
+  return static_cast<int>(min(request_length(p.lengths, request), p.capacity));
 }
 
 // The tiles that one warp scores, in order: for each request of the worker's range and each pass over its slots, every
 // warps-th tile. All lanes hold the same values.
 struct TileWalk {
   Position end;
-  int64_t request, pass, tile, limit;
-  int64_t first_tile, last_tile;  // of this request, last excluded
+  int request, pass, tile, limit;
+  int first_tile, last_tile;  // of this request, last excluded
 
   __device__ bool done() const { return request > end.request || (request == end.request && end.unit == 0); }
 
-  __device__ void enter(const LogitsParams& p, int64_t first_unit, int warp) {
+  __device__ void enter(const LogitsParams& p, int first_unit, int warp) {
     limit = done() ? 0 : request_limit(p, request);
-    int64_t units = units_of(limit);
-    if (request == end.request) units = min(units, end.unit);
     first_tile = first_unit * kTilesPerUnit;
-    last_tile = min(units * kTilesPerUnit, (limit + kTileTokens - 1) / kTileTokens);
+    last_tile = static_cast<int>((int64_t{limit} + kTileTokens - 1) / kTileTokens);
+    if (request == end.request) last_tile = min(last_tile, end.unit * kTilesPerUnit);
     pass = 0;
     tile = first_tile + warp;
   }
 
   // Moves on to a tile of this warp, if there is one.
-  __device__ void settle(const LogitsParams& p, int64_t passes, int warp) {
+  __device__ void settle(const LogitsParams& p, int passes, int warp) {
     while (!done() && tile >= last_tile) {
       if (first_tile < last_tile && ++pass < passes) {
         tile = first_tile + warp;
       } else {
-        if (request == end.request) {
-          request = end.request + 1;
-          return;
-        }
         ++request;
         enter(p, 0, warp);
       }
@@ -148,33 +144,35 @@ struct PortableKernel {
   int32_t next_page;
 
   __device__ PortableKernel(const LogitsParams& params, const PortablePlan& launch, uint8_t* shared)
-      : p(params), plan(launch), lane(threadIdx.x % kWarpThreads), warp(threadIdx.x / kWarpThreads),
-        warps(blockDim.x / kWarpThreads), next_page(-1) {
+      : p(params),
+        plan(launch),
+        lane(threadIdx.x % kWarpThreads),
+        warp(threadIdx.x / kWarpThreads),
+        warps(blockDim.x / kWarpThreads),
+        next_page(-1) {
     q_operands = shared;
     head_weights = reinterpret_cast<float*>(shared + plan.slots * (p.heads / 8) * Shape::kHeadTileBytes);
     ring = reinterpret_cast<uint8_t*>(head_weights + plan.slots * p.heads) + warp * plan.stages * Stage::kBytes;
   }
 
-  __device__ int64_t passes() const { return (p.next_n + plan.slots - 1) / plan.slots; }
-
   __device__ void load_pages(const TileWalk& walk) {
     next_page = -1;
     if (walk.done()) return;
-    const int64_t token = walk.tile * kTileTokens + (lane & kHalfTokens);
+    const int64_t token = int64_t{walk.tile} * kTileTokens + (lane & kHalfTokens);
     // Tokens past the limit may have no column in the table.
     if (token < walk.limit) {
       next_page = __ldg(p.block_tables + walk.request * p.table_stride + (token >> p.cache.block_shift));
     }
   }
 
-  // Starts the copies of the walk's tile into `stage` and moves the walk on. Always closes one group, so that the groups
-  // can be counted.
+  // Starts the copies of the walk's tile into `stage` and moves the walk on. Always closes one group, so that the
+  // groups can be counted.
   __device__ void fetch(TileWalk& walk, int stage_index) {
     if (!walk.done()) {
       uint8_t* stage = ring + stage_index * Stage::kBytes;
       const bool present = next_page >= 0 && next_page < p.cache.num_blocks;
-      const int64_t token = walk.tile * kTileTokens + (lane & kHalfTokens);
-      const int64_t in_block = token & (p.cache.block_size - 1);
+      const int in_block =
+          (walk.tile * kTileTokens + (lane & kHalfTokens)) & (static_cast<int>(p.cache.block_size) - 1);
       // Addresses of the half that this lane stands for; lanes 0 and 16 speak for the two halves.
       const uint8_t* block = p.cache.data + (present ? next_page * p.cache.block_stride : 0);
       const auto values = reinterpret_cast<uint64_t>(block + in_block * kHeadDim);
@@ -204,7 +202,7 @@ struct PortableKernel {
         *reinterpret_cast<uint32_t*>(stage + Stage::kAbsent) = (halves & 1 ? 0 : 1) | (halves >> 16 & 1 ? 0 : 2);
       }
       walk.tile += warps;
-      walk.settle(p, passes(), warp);
+      walk.settle(p, plan.passes, warp);
       load_pages(walk);
     }
     device::commit_copies();
@@ -214,12 +212,12 @@ struct PortableKernel {
   __device__ static int row_swizzle(int row) { return kHeadDim == 128 ? (row & 1) * 4 : 0; }
 
   // q and weights of the slots of one pass, by the whole block.
-  __device__ void load_queries(int64_t request, int64_t first_slot, int64_t slots) {
+  __device__ void load_queries(int request, int first_slot, int slots) {
     constexpr int kLaneBytes = kHeadDim == 32 ? 8 : 16;
     constexpr int kChunks = kHeadDim == 32 ? 1 : kHeadDim / 64;
     constexpr int kChunkRegisters = kLaneBytes / 4 * kWordRegisters;
     const int head_tiles = static_cast<int>(p.heads / 8);
-    const int items = static_cast<int>(slots) * head_tiles * kChunks * kWarpThreads;
+    const int items = slots * head_tiles * kChunks * kWarpThreads;
 #pragma unroll 4
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       const int item_lane = item % kWarpThreads;
@@ -250,7 +248,7 @@ struct PortableKernel {
     }
     const int heads = static_cast<int>(p.heads);
     for (int item = threadIdx.x; item < slots * heads; item += blockDim.x) {
-      const int64_t row = request * p.next_n + first_slot + item / heads;
+      const int64_t row = int64_t{request} * p.next_n + first_slot + item / heads;
       head_weights[item] = device::load_float(p.weights, p.weights_type, row * p.weights_stride + item % heads);
     }
   }
@@ -311,7 +309,7 @@ struct PortableKernel {
   }
 
   // Scores the tile in `stage` for the slots of a pass and refills the stage with the tile that `ahead` points at.
-  __device__ void score_tile(const TileWalk& walk, int64_t first_slot, int slots, TileWalk& ahead, int stage_index) {
+  __device__ void score_tile(const TileWalk& walk, int first_slot, int slots, TileWalk& ahead, int stage_index) {
     const int g = lane / 4;
     const int c = lane % 4;
     const uint8_t* stage = ring + stage_index * Stage::kBytes;
@@ -330,10 +328,10 @@ struct PortableKernel {
     __syncwarp();  // every lane has read the stage
     fetch(ahead, stage_index);
 
-    const int64_t column = walk.tile * kTileTokens + own;
+    const int64_t column = int64_t{walk.tile} * kTileTokens + own;
     for (int slot = 0; slot < slots; ++slot) {
       const float sum = score(tokens, slot);
-      const int64_t row = walk.request * p.next_n + first_slot + slot;
+      const int64_t row = int64_t{walk.request} * p.next_n + first_slot + slot;
       if (column < row_limit(p, walk.request, first_slot + slot)) {
         device::store_float(p.out, p.out_type, row * p.out_stride + column, absent ? -INFINITY : sum * scale);
       } else if (p.clean && column < p.max_seq_len) {
@@ -347,7 +345,7 @@ struct PortableKernel {
     TileWalk ahead{end};
     ahead.request = begin.request;
     ahead.enter(p, begin.unit, warp);
-    ahead.settle(p, passes(), warp);
+    ahead.settle(p, plan.passes, warp);
     load_pages(ahead);
     for (int stage = 0; stage < plan.stages; ++stage) fetch(ahead, stage);
 
@@ -356,13 +354,16 @@ struct PortableKernel {
     walk.request = begin.request;
     for (walk.enter(p, begin.unit, warp); !walk.done(); ++walk.request, walk.enter(p, 0, warp)) {
       if (walk.first_tile >= walk.last_tile) continue;
-      for (int64_t first_slot = 0; first_slot < p.next_n; first_slot += plan.slots) {
-        const int slots = static_cast<int>(min(int64_t{plan.slots}, p.next_n - first_slot));
+      for (int first_slot = 0; first_slot < p.next_n; first_slot += plan.slots) {
+        const int slots = min(plan.slots, static_cast<int>(p.next_n) - first_slot);
         __syncthreads();  // the last request's q has been used
         load_queries(walk.request, first_slot, slots);
         __syncthreads();
         for (walk.tile = walk.first_tile + warp; walk.tile < walk.last_tile; walk.tile += warps) {
-          if (plan.stages == 2) device::wait_copies<1>(); else device::wait_copies<0>();
+          if (plan.stages == 2)
+            device::wait_copies<1>();
+          else
+            device::wait_copies<0>();
           __syncwarp();  // the other lanes' copies have landed too
           score_tile(walk, first_slot, slots, ahead, stage);
           stage = stage + 1 == plan.stages ? 0 : stage + 1;
@@ -379,7 +380,7 @@ struct PortableKernel {
     const int64_t all_warps = int64_t{gridDim.x} * warps;
     for (int64_t item = int64_t{blockIdx.x} * warps + warp; item < p.batch * p.next_n * pieces; item += all_warps) {
       const int64_t row = item / pieces;
-      const int64_t limit = request_limit(p, row / p.next_n);
+      const int64_t limit = request_limit(p, static_cast<int>(row / p.next_n));
       const int64_t scored = (limit + kTileTokens - 1) / kTileTokens * kTileTokens;
       const int64_t first = item % pieces * kPiece;
       fill_absent(row, max(first, scored), min(first + kPiece, p.max_seq_len));
@@ -395,18 +396,22 @@ __global__ void __launch_bounds__(kPortableMaxWarps* kWarpThreads, 1)
   __shared__ Position starts[2];
   PortableKernel<kHeadDim> kernel(p, plan, shared);
 
-  if (p.schedule == nullptr) {
-    const int64_t worker = blockIdx.x;
-    worker_starts(
-        p.batch, gridDim.x, worker, worker + 1, [&](int64_t request) { return units_of(request_limit(p, request)); },
-        [&](int64_t i, Position start) { starts[i - worker] = start; }, scan);
-    __syncthreads();
-    kernel.score_range(starts[0], starts[1]);
-  } else {
-    for (int64_t worker = blockIdx.x; worker < p.workers; worker += gridDim.x) {
-      kernel.score_range(load_start(p.schedule, worker, p.workers, p.batch),
-                         load_start(p.schedule, worker + 1, p.workers, p.batch));
+  const int batch = static_cast<int>(p.batch);
+  const int64_t workers = p.schedule == nullptr ? int64_t{gridDim.x} : p.workers;
+  for (int64_t worker = blockIdx.x; worker < workers; worker += gridDim.x) {
+    if (p.schedule == nullptr) {
+      worker_starts(
+          batch, workers, worker, worker + 1,
+          [&](int64_t request) { return units_of(request_limit(p, static_cast<int>(request))); },
+          [&](int64_t i, Position start) { starts[i - worker] = start; }, scan);
+    } else if (threadIdx.x < 2) {
+      starts[threadIdx.x] = load_start(p.schedule, worker + threadIdx.x, workers, batch);
     }
+    __syncthreads();
+    const Position begin = starts[0];
+    const Position end = starts[1];
+    kernel.score_range(begin, end);
+    __syncthreads();  // before the next worker's starts replace these
   }
   if (p.clean) kernel.fill_dead_columns();
 }

@@ -1,9 +1,9 @@
 // The walk over all requests and their 256-token units, and where each worker starts in it.
 //
-// Safety rests on one fact. A worker i does the walk from start i up to start i + 1 in the order of positions; the first
-// start is taken as the beginning and the last as the end whatever the schedule says. Any sequence of positions between
-// those two crosses every unit at least once, so a stale, foreign or random schedule repeats work (writing the same bits
-// again) and can neither leave a unit out nor fail to end.
+// Safety rests on one fact. A worker i does the walk from start i up to start i + 1 in the order of positions; the
+// first start is taken as the beginning and the last as the end whatever the schedule says. Any sequence of positions
+// between those two crosses every unit at least once, so a stale, foreign or random schedule repeats work (writing the
+// same bits again) and can neither leave a unit out nor fail to end.
 #pragma once
 
 #include <cstdint>
@@ -80,25 +80,25 @@ __device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int
     const int64_t after = before + units(request);
     if (after > before) {
       for (int64_t i = max(first, split.first_worker(before)); i <= last && split.start(i) < after; ++i) {
-        emit(i, Position{request, split.start(i) - before});
+        emit(i, Position{static_cast<int>(request), static_cast<int>(split.start(i) - before)});
       }
     }
     before = after;
   }
   for (int64_t i = max(first, split.first_worker(scan.total)) + threadIdx.x; i <= last; i += blockDim.x) {
-    emit(i, Position{batch, 0});
+    emit(i, Position{static_cast<int>(batch), 0});
   }
 }
 
 // Row i of a schedule as a position; contents may be anything.
-__device__ __forceinline__ Position load_start(const int32_t* schedule, int64_t i, int64_t workers, int64_t batch) {
+__device__ __forceinline__ Position load_start(const int32_t* schedule, int64_t i, int64_t workers, int batch) {
   if (i == 0) return {0, 0};
   if (i == workers) return {batch, 0};
-  const int64_t request = schedule[2 * i];
-  const int64_t unit = schedule[2 * i + 1];
+  const int request = schedule[2 * i];
+  const int unit = schedule[2 * i + 1];
   if (request < 0) return {0, 0};
   if (request >= batch) return {batch, 0};
-  return {request, unit < 0 ? 0 : unit};
+  return {request, min(max(unit, 0), kMaxUnits)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ __global__ void schedule_kernel(const ScheduleParams p) {
       p.lengths.batch, p.workers, 0, p.workers,
       [&](int64_t request) { return units_of(request_length(p.lengths, request)); },
       [&](int64_t i, Position start) {
-        p.out[2 * i] = static_cast<int32_t>(start.request);
-        p.out[2 * i + 1] = static_cast<int32_t>(start.unit);
+        p.out[2 * i] = start.request;
+        p.out[2 * i + 1] = start.unit;
       },
       storage);
 }

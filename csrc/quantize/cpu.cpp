@@ -46,9 +46,8 @@ void run_quantize_q(const QuantizeQParams& p, const Tensor&) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t token = row / p.heads;
       const int64_t head = row % p.heads;
-      const float scale =
-          quantise_row(p.q, p.q_type, p.q_offsets(token) + head * p.head_dim, p.head_dim, p.pow2_scale,
-                       p.q_fp8 + p.q_fp8_offsets(token) + head * p.head_dim);
+      const float scale = quantise_row(p.q, p.q_type, p.q_offsets(token) + head * p.head_dim, p.head_dim, p.pow2_scale,
+                                       p.q_fp8 + p.q_fp8_offsets(token) + head * p.head_dim);
       const float weight =
           p.weights == nullptr ? 1.f : load_float(p.weights, p.weights_type, p.weights_offsets(token) + head);
       p.weights_f32[p.weights_f32_offsets(token) + head] = weight * scale * p.softmax_scale;

@@ -1,5 +1,5 @@
-// FP8 quantisers and cache movers: memory-bound, so every lane moves 8 elements of a row at a time (8 bytes of codes) and
-// D / 8 neighbouring lanes share a row.
+// FP8 quantisers and cache movers: memory-bound, so every lane moves 8 elements of a row at a time (8 bytes of codes)
+// and D / 8 neighbouring lanes share a row.
 #pragma once
 
 #include <cfloat>
@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_row_part(float (&values)[kLaneElements], co
   }
 }
 
-// max(amax, 1e-4) / 448, optionally up to a power of two, over the row that `row_lanes` neighbouring lanes hold. NaN does
-// not count; an infinite amax takes the largest finite scale of its kind.
+// max(amax, 1e-4) / 448, optionally up to a power of two, over the row that `row_lanes` neighbouring lanes hold. NaN
+// does not count; an infinite amax takes the largest finite scale of its kind.
 __device__ __forceinline__ float fp8_scale(const float (&values)[kLaneElements], int row_lanes, bool pow2_scale) {
   float amax = 1e-4f;
 #pragma unroll
@@ -50,11 +50,14 @@ __device__ __forceinline__ float fp8_scale(const float (&values)[kLaneElements],
   return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
 }
 
-__device__ __forceinline__ uint2 fp8_codes(const float (&values)[kLaneElements], float scale) {
+__device__ __forceinline__ uint2 fp8_codes(const float (&values)[kLaneElements], float scale, bool pow2_scale) {
+  // The reciprocal of a power of two is exact, and multiplying by it rounds as dividing does.
+  const float factor = pow2_scale ? __frcp_rn(scale) : 0.f;
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    words[i / 4] |= static_cast<uint32_t>(device::e4m3_from_float(__fdiv_rn(values[i], scale))) << (8 * (i % 4));
+    const float quotient = pow2_scale ? values[i] * factor : __fdiv_rn(values[i], scale);
+    words[i / 4] |= static_cast<uint32_t>(device::e4m3_from_float(quotient)) << (8 * (i % 4));
   }
   return {words[0], words[1]};
 }
@@ -68,15 +71,18 @@ __global__ void __launch_bounds__(kThreads) quantize_q_fp8_kernel(const Quantize
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t row = thread / row_lanes;  // (token, head)
   const int part = static_cast<int>(thread % row_lanes) * kLaneElements;
-  const bool exists = row < p.tokens * p.heads;
-  const int64_t token = exists ? row / p.heads : 0;
-  const int64_t head = exists ? row % p.heads : 0;
+  const int64_t rows = p.tokens * p.heads;
+  const bool exists = row < rows;
+  // A 64-bit division costs as much as all the rest.
+  const int64_t token = !exists ? 0 : rows <= UINT32_MAX ? uint32_t(row) / uint32_t(p.heads) : row / p.heads;
+  const int64_t head = exists ? row - token * p.heads : 0;
 
   float values[kLaneElements] = {};
   if (exists) load_row_part(values, p.q, p.q_type, p.q_offsets(token) + head * p.head_dim + part);
   const float scale = fp8_scale(values, row_lanes, p.pow2_scale);
   if (!exists) return;
-  device::store_any(p.q_fp8 + p.q_fp8_offsets(token) + head * p.head_dim + part, fp8_codes(values, scale));
+  device::store_any(p.q_fp8 + p.q_fp8_offsets(token) + head * p.head_dim + part,
+                    fp8_codes(values, scale, p.pow2_scale));
   if (part == 0) {
     const float weight =
         p.weights == nullptr ? 1.f : device::load_float(p.weights, p.weights_type, p.weights_offsets(token) + head);
@@ -109,7 +115,8 @@ __global__ void __launch_bounds__(kThreads) quantize_k_cache_fp8_kernel(const Qu
   // The shuffles in here also keep the scale from replacing the tag before every lane of the row has read it.
   const float scale = fp8_scale(values, row_lanes, p.pow2_scale);
   if (!writes) return;
-  *reinterpret_cast<uint2*>(p.written + slot_values(p.cache, p.head_dim, slot) + part) = fp8_codes(values, scale);
+  *reinterpret_cast<uint2*>(p.written + slot_values(p.cache, p.head_dim, slot) + part) =
+      fp8_codes(values, scale, p.pow2_scale);
   if (part == 0) *reinterpret_cast<volatile float*>(scale_address) = scale;
 }
 

@@ -40,7 +40,8 @@ void check_shape_like(const char* op, const char* name, const Tensor& tensor, co
                       const std::vector<int64_t>& sizes) {
   bool equal = tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t dim = 0; equal && dim < sizes.size(); ++dim) equal = tensor.size(dim) == sizes[dim];
-  if (!equal) refuse(op, name, " must have shape ", shape, " = ", list_text(sizes), ", got ", list_text(tensor.sizes()));
+  if (!equal)
+    refuse(op, name, " must have shape ", shape, " = ", list_text(sizes), ", got ", list_text(tensor.sizes()));
 }
 
 }  // namespace
@@ -114,8 +115,7 @@ std::tuple<Tensor, Tensor> allocate_quantize_q(QuantizeQParams& p, const Tensor&
   return {q_fp8, weights_f32};
 }
 
-QuantizeKParams check_quantize_k(const Tensor& k, const Tensor& slot_mapping, const Tensor& kv_fused,
-                                 bool pow2_scale) {
+QuantizeKParams check_quantize_k(const Tensor& k, const Tensor& slot_mapping, const Tensor& kv_fused, bool pow2_scale) {
   const char* op = kQuantizeK;
   QuantizeKParams p{};
   check_rank(op, "k", k, 2, "[tokens, D]");
@@ -176,8 +176,8 @@ GatherKParams check_gather_k(const Tensor& kv_fused, const Tensor& block_tables,
   return p;
 }
 
-void check_gather_k_out(GatherKParams& p, const Tensor& kv_fused, const Tensor& block_tables,
-                        const Tensor& cu_seq_lens, const Tensor& k, const Tensor& k_scale) {
+void check_gather_k_out(GatherKParams& p, const Tensor& kv_fused, const Tensor& block_tables, const Tensor& cu_seq_lens,
+                        const Tensor& k, const Tensor& k_scale) {
   const char* op = kGatherK;
   check_device(op, "k", k, "kv_fused", kv_fused);
   check_dtype(op, "k", k, {ScalarType::Float8_e4m3fn});

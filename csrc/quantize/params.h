@@ -1,5 +1,5 @@
-// What the quantisers and cache writers are given, checked by host.cpp. Strides count elements of the tensor they belong
-// to. The contents behind the pointers are untrusted.
+// What the quantisers and cache writers are given, checked by host.cpp. Strides count elements of the tensor they
+// belong to. The contents behind the pointers are untrusted.
 #pragma once
 
 #include <cstdint>
@@ -36,17 +36,17 @@ struct TokenOffsets {
 
 struct QuantizeQParams {
   int64_t tokens;
-  int64_t heads;      // H
-  int64_t head_dim;   // D
+  int64_t heads;     // H
+  int64_t head_dim;  // D
 
-  const void* q;      // [tokens, H, D], [H, D] without gaps
+  const void* q;  // [tokens, H, D], [H, D] without gaps
   FloatType q_type;
   TokenOffsets q_offsets;
   const void* weights;  // [tokens, H], or nullptr: 1
   FloatType weights_type;
   TokenOffsets weights_offsets;
 
-  uint8_t* q_fp8;     // e4m3 [tokens, H, D], [H, D] without gaps
+  uint8_t* q_fp8;  // e4m3 [tokens, H, D], [H, D] without gaps
   TokenOffsets q_fp8_offsets;
   float* weights_f32;  // [tokens, H]
   TokenOffsets weights_f32_offsets;
@@ -57,15 +57,15 @@ struct QuantizeQParams {
 
 struct QuantizeKParams {
   int64_t tokens;
-  int64_t head_dim;      // D
+  int64_t head_dim;  // D
 
-  const void* k;         // [tokens, D]
+  const void* k;  // [tokens, D]
   FloatType k_type;
   int64_t k_stride;
   const int64_t* slots;  // [tokens]: s is token s % S of block s / S; negative or past the pool: skipped
 
   PagedCache cache;
-  uint8_t* written;      // cache.data, for writing
+  uint8_t* written;  // cache.data, for writing
   bool pow2_scale;
 };
 
@@ -77,16 +77,16 @@ struct GatherKParams {
   const int32_t* block_tables;  // [B, W]
   int64_t table_stride;
   int64_t table_width;
-  const int32_t* cu_seq_lens;   // [B + 1]
+  const int32_t* cu_seq_lens;  // [B + 1]
 
-  uint8_t* k;            // e4m3 [total_tokens, D]
+  uint8_t* k;  // e4m3 [total_tokens, D]
   int64_t k_stride;
-  float* k_scale;        // [total_tokens]
+  float* k_scale;  // [total_tokens]
 };
 
-// Writing a token whose slot another token shares: the one that wins must stand in the cache whole. Before any values are
-// written, every token puts its tag into the scale of its slot, and afterwards only the token that finds its own tag
-// writes. A tag has the sign bit, which no scale has, so the winner's scale is never mistaken for another's tag.
+// Writing a token whose slot another token shares: the one that wins must stand in the cache whole. Before any values
+// are written, every token puts its tag into the scale of its slot, and afterwards only the token that finds its own
+// tag writes. A tag has the sign bit, which no scale has, so the winner's scale is never mistaken for another's tag.
 MQA_HOST_DEVICE inline uint32_t claim_tag(int64_t token) { return 0x80000000u | static_cast<uint32_t>(token); }
 
 MQA_HOST_DEVICE inline bool slot_exists(const PagedCache& cache, int64_t slot) {

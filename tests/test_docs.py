@@ -1,0 +1,42 @@
+"""Every example that a reader may paste runs."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_mqa_ops
+import torch_mqa_ops.paged_logits
+import torch_mqa_ops.quantize
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("module", [torch_mqa_ops.paged_logits, torch_mqa_ops.quantize], ids=lambda m: m.__name__)
+def test_docstrings(module) -> None:
+    torch.manual_seed(0)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "torch_mqa_ops": torch_mqa_ops})
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_every_function_has_an_example() -> None:
+    for name in torch_mqa_ops.__all__:
+        text = getattr(torch_mqa_ops, name).__doc__
+        assert "Raises:" in text, name
+        assert ">>>" in text or name in ("padded_seq_len", "min_block_table_width"), name
+
+
+def test_readme(device: str) -> None:
+    """The README's blocks, in order, in one namespace."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict = {}
+    for index, block in enumerate(blocks):
+        source = block if index else block.replace('"cuda" if torch.cuda.is_available() else "cpu"', repr(device))
+        exec(compile(source, f"README block {index}", "exec"), namespace)
+    chosen = namespace["chosen"]
+    assert chosen.shape == (2, 16)
+    assert (chosen[1] < 300).all()

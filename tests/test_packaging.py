@@ -1,0 +1,158 @@
+"""The build: architecture lists, the switches of setup.py, and a wheel that holds what it should and installs."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setup_py():
+    spec = importlib.util.spec_from_file_location("mqa_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "archs"),
+    [
+        ("9.0a", [("90a", False)]),
+        ("90a 100", [("90a", False), ("100", False)]),
+        ("9.0a;10.0", [("90a", False), ("100", False)]),
+        ("10.0;10.0a", [("100", False), ("100a", False)]),
+        ("10.0f", [("100f", False)]),
+        ("12.1+PTX", [("121", True)]),
+        ("8.0, 9.0a", [("80", False), ("90a", False)]),
+        ("80 80", [("80", False)]),
+        ("120a", [("120a", False)]),
+    ],
+)
+def test_architecture_lists(setup_py, text: str, archs: list) -> None:
+    """B73: forms that other parsers lose a member of or crash on."""
+    assert setup_py.parse_archs(text) == archs
+
+
+@pytest.mark.parametrize("text", ["", "sm_90", "9", "9.0b", "90a;;x", "7.5", "native", "9.0+ptx"])
+def test_malformed_architecture_lists(setup_py, text: str) -> None:
+    with pytest.raises(SystemExit, match="architecture"):
+        setup_py.parse_archs(text)
+
+
+@pytest.fixture
+def nvcc_stub(tmp_path: Path) -> Path:
+    """A toolkit whose nvcc knows architectures up to 10.0."""
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'compute_80\\ncompute_89\\ncompute_90\\ncompute_100\\n'\n")
+    nvcc.chmod(0o755)
+    return tmp_path
+
+
+def test_which_architectures(setup_py, nvcc_stub: Path, monkeypatch) -> None:
+    """MQA_CUDA_ARCHS, then TORCH_CUDA_ARCH_LIST, then what the toolkit knows of the default."""
+    monkeypatch.delenv("MQA_CUDA_ARCHS", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    default = [flag.rpartition("code=")[2] for flag in setup_py.gencode_flags(nvcc_stub)]
+    assert default == ["sm_80", "sm_89", "sm_90a", "sm_100"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    assert setup_py.gencode_flags(nvcc_stub) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
+    ]
+    monkeypatch.setenv("MQA_CUDA_ARCHS", "90a")
+    assert setup_py.gencode_flags(nvcc_stub) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    monkeypatch.setenv("MQA_CUDA_ARCHS", "90a 120")
+    with pytest.raises(SystemExit, match="not architecture 120"):
+        setup_py.gencode_flags(nvcc_stub)
+
+
+def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
+    """Without nvcc: CPU only, said in one line; with MQA_CUDA=1 one sentence and no build."""
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: None)
+    monkeypatch.delenv("MQA_CUDA", raising=False)
+    assert [extension.name for extension in setup_py.extensions()] == ["torch_mqa_ops._C_cpu"]
+    assert capsys.readouterr().err.strip() == "torch_mqa_ops: building for the CPU only (no nvcc was found)"
+    monkeypatch.setenv("MQA_CUDA", "1")
+    with pytest.raises(SystemExit, match="no nvcc was found"):
+        setup_py.extensions()
+    monkeypatch.setenv("MQA_CUDA", "yes")
+    with pytest.raises(SystemExit, match="MQA_CUDA must be 0, 1 or unset"):
+        setup_py.extensions()
+
+
+SMOKE = """
+import torch, torch_mqa_ops
+cache = torch.zeros(2, 64, 1, 132, dtype=torch.uint8)
+torch_mqa_ops.quantize_k_cache_fp8(torch.ones(64, 128), torch.arange(64), cache)
+q = torch.ones(1, 1, 8, 128).to(torch.float8_e4m3fn)
+table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.full((1,), 64, dtype=torch.int32)
+logits = torch_mqa_ops.fp8_paged_mqa_logits(q, cache, torch.ones(1, 8), table, lens, 64)
+assert logits.tolist() == [[1024.0] * 64], logits
+with torch._subclasses.FakeTensorMode() as mode:
+    inputs = [mode.from_tensor(x) for x in (q, cache, torch.ones(1, 8), table, lens)]
+    fake = torch_mqa_ops.fp8_paged_mqa_logits(*inputs, 64)
+assert fake.stride() == logits.stride()
+print(torch_mqa_ops.__file__)
+"""
+
+
+def test_wheel(tmp_path: Path) -> None:
+    """One wheel for every Python from 3.10 on: its files, its tag, and that it works where nothing else of ours is."""
+    # From a copy without build leftovers, which would be packed too.
+    source = tmp_path / "source"
+    for folder in ("csrc", "meta", "torch_mqa_ops"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    environment = {**os.environ, "MQA_CUDA": "0"}
+    pip = [sys.executable, "-m", "pip", "-q"]
+    options = ["--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([*pip, "wheel", *options, "."], cwd=source, env=environment, check=True)
+
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-cp310-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (top_level,) = (name for name in names if name.endswith("top_level.txt"))
+        assert archive.read(top_level).decode().split() == ["torch_mqa_ops"]
+        library = archive.read("torch_mqa_ops/_C_cpu.abi3.so")
+    assert str(tmp_path).encode() not in library, "the build folder's path is in the library"
+    package = sorted(name for name in names if not name.split("/")[0].endswith(".dist-info"))
+    python = [f"torch_mqa_ops/{path.name}" for path in (ROOT / "torch_mqa_ops").glob("*.py")]
+    fakes = [f"torch_mqa_ops/meta/{path.name}" for path in (ROOT / "meta").glob("*.py")]
+    assert package == sorted([*python, *fakes, "torch_mqa_ops/_C_cpu.abi3.so"])
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    clean = tmp_path / "clean"
+    venv.create(clean, with_pip=False)
+    python = clean / "bin/python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    # torch and what it needs are borrowed: a path file shows their folders to the clean environment, behind its own.
+    (site,) = (clean / "lib").glob("python*/site-packages")
+    borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    run = subprocess.run([python, "-W", "ignore", "-c", SMOKE], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(site / "torch_mqa_ops/__init__.py")
+
+
+def test_library_has_only_the_stable_abi() -> None:
+    """No symbol of Python or of torch's C++ is wanted: that is what one binary for many torch versions rests on."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed")
+    for library in (ROOT / "torch_mqa_ops").glob("*.so"):
+        run = subprocess.run([nm, "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        names = [line.split()[-1] for line in run.stdout.splitlines()]
+        unstable = ("Py", "_Py", "_ZN2at", "_ZN3c10", "_ZNK3c10", "_ZN5torch")
+        foreign = [name for name in names if name.startswith(unstable)]
+        assert not foreign, f"{library.name} wants {foreign}"

@@ -1,0 +1,46 @@
+"""A small selection that drives every kernel into its corners: what compute-sanitizer runs (see CONTRIBUTING.md)."""
+
+import pytest
+import reference
+import torch
+from inputs import paged_case
+
+import torch_mqa_ops
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (64, 2), (128, 5)])
+@pytest.mark.parametrize("schedule", ["none", "own", "garbage"])
+def test_logits(head_dim: int, heads: int, next_n: int, schedule: str) -> None:
+    """Absent and foreign pages, a slot count that needs several passes, cleaning, and schedules of every kind."""
+    case = paged_case(
+        next_n=next_n, heads=heads, head_dim=head_dim, block_size=16, lengths=[70, 0, 300], lengths_2d=next_n == 2,
+        device="cuda",
+    )  # fmt: skip
+    case["block_tables"][0, 1] = -7
+    case["block_tables"][2, 3] = 2**30
+    meta = {
+        "none": None,
+        "own": torch_mqa_ops.compute_paged_mqa_logits_schedule(case["seq_lens"]),
+        "garbage": torch.tensor(
+            [[5, 5], [2, 2**31 - 1], [-1, -(2**31)], [1, 0], [2, 1], [0, 0]], dtype=torch.int32, device="cuda"
+        ),
+    }[schedule]
+    logits = torch_mqa_ops.fp8_paged_mqa_logits(**case, schedule_meta=meta, clean_logits=True)
+    reference.assert_logits(logits, reference.paged_mqa_logits(**case), clean=True)
+
+
+def test_quantisers() -> None:
+    """Shared, negative and far slots; tables and offsets that point anywhere."""
+    torch.manual_seed(0)
+    cache = torch.full((5, 16, 1, 132), 0x7F, dtype=torch.uint8, device="cuda")
+    slots = torch.randint(-3, 100, (700,), device="cuda")
+    torch_mqa_ops.quantize_k_cache_fp8(torch.randn(700, 128, device="cuda"), slots, cache)
+    q, weights = torch_mqa_ops.quantize_q_fp8(torch.randn(3, 2, 7, 64, device="cuda", dtype=torch.bfloat16))
+    assert q.float().isfinite().all() and weights.isfinite().all()
+    tables = torch.randint(-2, 8, (3, 2), dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([-5, 40, 20, 2**31 - 1], dtype=torch.int32, device="cuda")
+    k, scale = torch_mqa_ops.gather_k_cache_fp8(cache, tables, offsets, 130)
+    assert k.shape == (130, 128) and scale.shape == (130,)
