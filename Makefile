@@ -14,7 +14,7 @@ LIBRARY := torch_mqa_ops/_C_cpu.abi3.so
 
 demo: build $(VENV)/.demo
 	@# Spinning OpenMP threads would slow a machine that does anything else down tenfold.
-	OMP_WAIT_POLICY=passive $(RUN) examples/decode_loop.py
+	PYTHONPATH=. OMP_WAIT_POLICY=passive $(RUN) examples/decode_loop.py
 
 test: lint build $(VENV)/.test
 	$(RUN) -m pytest -q
@@ -53,22 +53,22 @@ $(LIBRARY): $(SOURCES)
 $(VENV)/.base:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	$(RUN) -c 'import sys, re, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11))' \
-	  2>/dev/null || $(RUN) -m pip install '$(TORCH)'
-	$(RUN) -m pip install 'setuptools>=77' ninja numpy
+	  2>/dev/null || $(RUN) -m pip install --quiet '$(TORCH)'
+	$(RUN) -m pip install --quiet 'setuptools>=77' ninja numpy
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
-	$(RUN) -m pip install matplotlib
+	$(RUN) -m pip install --quiet matplotlib
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(RUN) -m pip install pytest expecttest matplotlib wheel
+	$(RUN) -m pip install --quiet pytest expecttest matplotlib wheel
 	@touch $@
 
 # pyproject.toml pins the versions.
 $(VENV)/.lint: $(VENV)/.base pyproject.toml
 	$(RUN) -c 'import re; print("\n".join(re.findall(r"\"((?:ruff|clang-format)==[^\"]+)\"", open("pyproject.toml").read())))' \
-	  | xargs $(RUN) -m pip install
+	  | xargs $(RUN) -m pip install --quiet
 	@touch $@
 
 clean:
