@@ -18,9 +18,9 @@ __device__ __forceinline__ uint32_t half2_from_e4m3x2(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// Nearest e4m3 code, ties to even, saturating; NaN gives 0x7F.
-__device__ __forceinline__ uint8_t e4m3_from_float(float value) {
-  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+// Nearest e4m3 codes (low byte first), ties to even, saturating; NaN gives 0x7F.
+__device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
 __device__ __forceinline__ float load_float(const void* data, FloatType type, int64_t index) {

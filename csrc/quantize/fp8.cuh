@@ -53,11 +53,11 @@ __device__ __forceinline__ float fp8_scale(const float (&values)[kLaneElements],
 __device__ __forceinline__ uint2 fp8_codes(const float (&values)[kLaneElements], float scale, bool pow2_scale) {
   // The reciprocal of a power of two is exact, and multiplying by it rounds as dividing does.
   const float factor = pow2_scale ? __frcp_rn(scale) : 0.f;
+  const auto quotient = [&](int i) { return pow2_scale ? values[i] * factor : __fdiv_rn(values[i], scale); };
   uint32_t words[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) {
-    const float quotient = pow2_scale ? values[i] * factor : __fdiv_rn(values[i], scale);
-    words[i / 4] |= static_cast<uint32_t>(device::e4m3_from_float(quotient)) << (8 * (i % 4));
+  for (int i = 0; i < kLaneElements; i += 2) {
+    words[i / 4] |= device::e4m3x2_from_floats(quotient(i), quotient(i + 1)) << (8 * (i % 4));
   }
   return {words[0], words[1]};
 }
