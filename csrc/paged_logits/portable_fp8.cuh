@@ -104,7 +104,10 @@ struct TileWalk {
   int request, pass, tile, limit;
   int first_tile, last_tile;  // of this request, last excluded
 
-  __device__ bool done() const { return request > end.request || (request == end.request && end.unit == 0); }
+  __device__ bool in_range(int candidate) const {
+    return candidate < end.request || (candidate == end.request && end.unit > 0);
+  }
+  __device__ bool done() const { return !in_range(request); }
 
   __device__ void enter(const LogitsParams& p, int first_unit, int warp) {
     limit = done() ? 0 : request_limit(p, request);
@@ -115,14 +118,26 @@ struct TileWalk {
     tile = first_tile + warp;
   }
 
+  // Moves on to the next request with anything to score; the lanes look at 32 at a time, since padded batches have long
+  // runs of empty ones.
+  __device__ void next_request(const LogitsParams& p, int warp) {
+    ++request;
+    while (!done()) {
+      const int candidate = request + static_cast<int>(threadIdx.x) % kWarpThreads;
+      const unsigned found = __ballot_sync(~0u, in_range(candidate) && request_limit(p, candidate) > 0);
+      request += found != 0 ? __ffs(found) - 1 : kWarpThreads;
+      if (found != 0) break;
+    }
+    enter(p, 0, warp);
+  }
+
   // Moves on to a tile of this warp, if there is one.
   __device__ void settle(const LogitsParams& p, int passes, int warp) {
     while (!done() && tile >= last_tile) {
       if (first_tile < last_tile && ++pass < passes) {
         tile = first_tile + warp;
       } else {
-        ++request;
-        enter(p, 0, warp);
+        next_request(p, warp);
       }
     }
   }
@@ -301,13 +316,6 @@ struct PortableKernel {
     return c == 0 ? sums[0] : c == 1 ? sums[1] : c == 2 ? sums[2] : sums[3];
   }
 
-  // -inf in the columns [first, last) of a row, by one warp.
-  __device__ void fill_absent(int64_t row, int64_t first, int64_t last) const {
-    for (int64_t column = first + lane; column < last; column += kWarpThreads) {
-      device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
-    }
-  }
-
   // Scores the tile in `stage` for the slots of a pass and refills the stage with the tile that `ahead` points at.
   __device__ void score_tile(const TileWalk& walk, int first_slot, int slots, TileWalk& ahead, int stage_index) {
     const int g = lane / 4;
@@ -352,7 +360,7 @@ struct PortableKernel {
     int stage = 0;
     TileWalk walk{end};
     walk.request = begin.request;
-    for (walk.enter(p, begin.unit, warp); !walk.done(); ++walk.request, walk.enter(p, 0, warp)) {
+    for (walk.enter(p, begin.unit, warp); !walk.done(); walk.next_request(p, warp)) {
       if (walk.first_tile >= walk.last_tile) continue;
       for (int first_slot = 0; first_slot < p.next_n; first_slot += plan.slots) {
         const int slots = min(plan.slots, static_cast<int>(p.next_n) - first_slot);
@@ -383,7 +391,10 @@ struct PortableKernel {
       const int64_t limit = request_limit(p, static_cast<int>(row / p.next_n));
       const int64_t scored = (limit + kTileTokens - 1) / kTileTokens * kTileTokens;
       const int64_t first = item % pieces * kPiece;
-      fill_absent(row, max(first, scored), min(first + kPiece, p.max_seq_len));
+      const int64_t last = min(first + kPiece, p.max_seq_len);
+      for (int64_t column = max(first, scored) + lane; column < last; column += kWarpThreads) {
+        device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
+      }
     }
   }
 };
