@@ -92,7 +92,7 @@ def check_aot_package(output_dtype: torch.dtype, device: str, tmp_path: Path) ->
     batches = (2, 5, 17)
     torch.save([arguments(batch, device) for batch in batches], inputs)
     libraries = ["_C_cpu.abi3.so"] + (["_C_cuda.abi3.so"] if device == "cuda" else [])
-    command = [sys.executable, "-c", RUN_WITHOUT_PYTHON_PACKAGE, package, inputs, outputs]
+    command = [sys.executable, "-X", "faulthandler", "-c", RUN_WITHOUT_PYTHON_PACKAGE, package, inputs, outputs]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*map(str, command), *(str(PACKAGE / name) for name in libraries)],
