@@ -40,8 +40,6 @@ def parse_archs(text: str) -> list[tuple[str, bool]]:
             raise SystemExit(f"torch_mqa_ops: {word!r} in the architecture list {text!r} is not like 9.0a or 90a")
         major, minor, digits, suffix, ptx = match.groups()
         number = digits or major + minor
-        if int(number) < 80:
-            raise SystemExit(f"torch_mqa_ops: architecture {word!r} is older than 8.0, the oldest supported")
         arch = (number + suffix, ptx is not None)
         if arch not in archs:
             archs.append(arch)
@@ -60,20 +58,24 @@ def cuda_home() -> Path | None:
 
 
 def gencode_flags(home: Path) -> list[str]:
-    chosen = os.environ.get("MQA_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    demanded = os.environ.get("MQA_CUDA_ARCHS")
+    chosen = demanded or os.environ.get("TORCH_CUDA_ARCH_LIST")
     archs = parse_archs(chosen or DEFAULT_ARCHS)
     listed = subprocess.run([home / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-    known = set(re.findall(r"compute_(\d+)", listed))
+    known = {number for number in re.findall(r"compute_(\d+)", listed) if int(number) >= 80}
     flags = []
     for arch, ptx in archs:
         number = arch.rstrip("af")
         if number not in known:
-            if chosen:
+            # torch's variable is often set for all of an image's packages: take of it what can be had.
+            if demanded:
                 raise SystemExit(f"torch_mqa_ops: this nvcc knows {sorted(known, key=int)}, not architecture {arch}")
             continue
         flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
         if ptx:
             flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
+    if not flags:
+        raise SystemExit(f"torch_mqa_ops: no architecture of {chosen!r} is 8.0 or later and known to this nvcc")
     return flags
 
 

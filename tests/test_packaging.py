@@ -41,7 +41,7 @@ def test_architecture_lists(setup_py, text: str, archs: list) -> None:
     assert setup_py.parse_archs(text) == archs
 
 
-@pytest.mark.parametrize("text", ["", "sm_90", "9", "9.0b", "90a;;x", "7.5", "native", "9.0+ptx"])
+@pytest.mark.parametrize("text", ["", "sm_90", "9", "9.0b", "90a;;x", "native", "9.0+ptx"])
 def test_malformed_architecture_lists(setup_py, text: str) -> None:
     with pytest.raises(SystemExit, match="architecture"):
         setup_py.parse_archs(text)
@@ -68,6 +68,11 @@ def test_which_architectures(setup_py, nvcc_stub: Path, monkeypatch) -> None:
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_80,code=compute_80",
     ]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0 12.0")
+    assert setup_py.gencode_flags(nvcc_stub) == ["-gencode=arch=compute_90,code=sm_90"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 7.5")
+    with pytest.raises(SystemExit, match=r"no architecture of '7.0 7.5'"):
+        setup_py.gencode_flags(nvcc_stub)
     monkeypatch.setenv("MQA_CUDA_ARCHS", "90a")
     assert setup_py.gencode_flags(nvcc_stub) == ["-gencode=arch=compute_90a,code=sm_90a"]
     monkeypatch.setenv("MQA_CUDA_ARCHS", "90a 120")

@@ -6,7 +6,7 @@
 
 // Compiles a hot loop for several instruction sets, the best of which is chosen when the library is loaded: one binary
 // serves every x86-64. Elsewhere the compiler's target is what it is.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12  // older ones know no x86-64-v3
 #define MQA_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MQA_CPU_CLONES
