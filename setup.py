@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils import cpp_extension
 
@@ -57,6 +58,15 @@ def cuda_home() -> Path | None:
     return None
 
 
+def cuda_mismatch(home: Path) -> str | None:
+    """torch refuses to build with an nvcc of another CUDA major than its own; says so with both versions."""
+    text = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    nvcc = re.search(r"release (\d+)\.", text)
+    if torch.version.cuda is None or nvcc is None or nvcc[1] == torch.version.cuda.split(".")[0]:
+        return None
+    return f"nvcc is of CUDA {nvcc[1]} and torch of CUDA {torch.version.cuda}"
+
+
 def gencode_flags(home: Path) -> list[str]:
     demanded = os.environ.get("MQA_CUDA_ARCHS")
     chosen = demanded or os.environ.get("TORCH_CUDA_ARCH_LIST")
@@ -90,11 +100,12 @@ def extensions() -> list[cpp_extension.CppExtension]:
     wanted = os.environ.get("MQA_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"torch_mqa_ops: MQA_CUDA must be 0, 1 or unset, got {wanted!r}")
-    home = None if wanted == "0" else cuda_home()
+    home, reason = (None, "MQA_CUDA=0") if wanted == "0" else (cuda_home(), "no nvcc was found")
+    if home is not None and (mismatch := cuda_mismatch(home)):
+        home, reason = None, mismatch
     if home is None:
         if wanted == "1":
-            raise SystemExit("torch_mqa_ops: MQA_CUDA=1 demands the CUDA library, and no nvcc was found.")
-        reason = "MQA_CUDA=0" if wanted == "0" else "no nvcc was found"
+            raise SystemExit(f"torch_mqa_ops: MQA_CUDA=1 demands the CUDA library, and {reason}.")
         print(f"torch_mqa_ops: building for the CPU only ({reason})", file=sys.stderr)
         return found
     # torch forgets the toolkit when it is itself a CPU build; BuildExtension then stops at the first .cu file.

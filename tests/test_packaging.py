@@ -80,6 +80,17 @@ def test_which_architectures(setup_py, nvcc_stub: Path, monkeypatch) -> None:
         setup_py.gencode_flags(nvcc_stub)
 
 
+def test_other_cuda_major(setup_py, tmp_path: Path, monkeypatch) -> None:
+    """B73: both versions are named; a torch without CUDA takes any."""
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.20'\n")
+    nvcc.chmod(0o755)
+    for version, said in (("13.0", "nvcc is of CUDA 12 and torch of CUDA 13.0"), ("12.8", None), (None, None)):
+        monkeypatch.setattr(setup_py.torch.version, "cuda", version)
+        assert setup_py.cuda_mismatch(tmp_path) == said
+
+
 def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     """Without nvcc: CPU only, said in one line; with MQA_CUDA=1 one sentence and no build."""
     monkeypatch.setattr(setup_py, "cuda_home", lambda: None)
@@ -88,6 +99,10 @@ def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     assert capsys.readouterr().err.strip() == "torch_mqa_ops: building for the CPU only (no nvcc was found)"
     monkeypatch.setenv("MQA_CUDA", "1")
     with pytest.raises(SystemExit, match="no nvcc was found"):
+        setup_py.extensions()
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: Path("toolkit"))
+    monkeypatch.setattr(setup_py, "cuda_mismatch", lambda home: "nvcc is of CUDA 12 and torch of CUDA 13.0")
+    with pytest.raises(SystemExit, match=r"nvcc is of CUDA 12 and torch of CUDA 13\.0"):
         setup_py.extensions()
     monkeypatch.setenv("MQA_CUDA", "yes")
     with pytest.raises(SystemExit, match="MQA_CUDA must be 0, 1 or unset"):
