@@ -1,7 +1,7 @@
 """PyTorch custom ops for the indexers of sparse-attention models: ``torch.ops.mqa.*``.
 
-Importing this package registers the operators (schemas, CPU and CUDA kernels, fake kernels). Each operator also has a
-documented function here of the same name, with defaults and ``out=``.
+Importing this package registers the operators (schemas, CPU and CUDA kernels, fake kernels). Each operator has a
+documented function here; those of the logits and the schedule take ``out=``.
 """
 
 from pathlib import Path as _Path
