@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,21 @@ torch.save(results, outputs)
 """
 
 
+def run_in_fresh_process(code: str, *args: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-X", "faulthandler", "-c", code, *map(str, args)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=args[0].parent, env=env, capture_output=True, text=True, timeout=300)
+
+
+def plain_package_loads(folder: Path) -> bool:
+    """Whether this installation's AOTInductor can load a package in which nothing is ours."""
+    package = folder / "plain.pt2"
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(4),))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    load = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
+    return run_in_fresh_process(load, package).returncode == 0
+
+
 def check_aot_package(output_dtype: torch.dtype, device: str, tmp_path: Path) -> None:
     eager = Step(output_dtype)
     package, inputs, outputs = (tmp_path / name for name in ("step.pt2", "inputs.pt", "outputs.pt"))
@@ -92,16 +108,11 @@ def check_aot_package(output_dtype: torch.dtype, device: str, tmp_path: Path) ->
     batches = (2, 5, 17)
     torch.save([arguments(batch, device) for batch in batches], inputs)
     libraries = ["_C_cpu.abi3.so"] + (["_C_cuda.abi3.so"] if device == "cuda" else [])
-    command = [sys.executable, "-X", "faulthandler", "-c", RUN_WITHOUT_PYTHON_PACKAGE, package, inputs, outputs]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*map(str, command), *(str(PACKAGE / name) for name in libraries)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    libraries = [PACKAGE / name for name in libraries]
+    done = run_in_fresh_process(RUN_WITHOUT_PYTHON_PACKAGE, package, inputs, outputs, *libraries)
+    if done.returncode == -signal.SIGSEGV and not plain_package_loads(tmp_path):
+        # Seen with torch 2.11 and g++ 13: std::regex in the package's own wrapper, before any model runs.
+        pytest.xfail("this torch and compiler make packages that crash on loading, without our operators too")
     assert done.returncode == 0, done.stderr
     for batch, (results, kv_fused) in zip(batches, torch.load(outputs), strict=True):
         case = arguments(batch, device)
