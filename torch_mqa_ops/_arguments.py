@@ -1,4 +1,4 @@
-"""What the functions check before the operators do: Python types, and that no gradient is asked for.
+"""What the functions do around the operators: check Python types and that no gradient is asked for; report writes.
 
 Values, shapes, dtypes and devices are checked once, by the operators.
 """
@@ -50,3 +50,13 @@ def need_variant(function: str, name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a str, got {type(value).__name__}")
     if value not in ("fp8", "fp4"):
         raise RuntimeError(f"{function}: {name} must be 'fp8' or 'fp4', got {value!r}")
+
+
+def wrote(tensor: torch.Tensor) -> None:
+    """Bumps the version of a caller's tensor, so that autograd refuses to go back through its old contents.
+
+    Here, not in the operators: the stable ABI has no such call, and a Python kernel under the operators would cost
+    5 us, compiled graphs included. Those count their writes themselves.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensor)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ._arguments import need_bool, need_dtype, need_int, need_iterable, need_tensor, need_variant
+from ._arguments import need_bool, need_dtype, need_int, need_iterable, need_tensor, need_variant, wrote
 
 # The overloads themselves: looking them up through torch.ops costs half a microsecond a call.
 _fp8_logits = torch.ops.mqa.fp8_paged_mqa_logits.default
@@ -141,6 +141,7 @@ def fp8_paged_mqa_logits(
         q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
         output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
     )  # fmt: skip
+    wrote(out)
     return out[: q.shape[0] * q.shape[1], :max_seq_len]
 
 
@@ -195,6 +196,7 @@ def compute_paged_mqa_logits_schedule(
         return _schedule(seq_lens, workers)
     need_tensor("out", out)
     _schedule_out(seq_lens, workers, out=out)
+    wrote(out)
     return out
 
 

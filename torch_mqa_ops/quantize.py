@@ -2,7 +2,7 @@
 
 import torch
 
-from ._arguments import need_bool, need_int, need_tensor, need_variant
+from ._arguments import need_bool, need_int, need_tensor, need_variant, wrote
 
 _quantize_q_fp8 = torch.ops.mqa.quantize_q_fp8.default
 _quantize_k_cache_fp8 = torch.ops.mqa.quantize_k_cache_fp8.default
@@ -115,6 +115,7 @@ def quantize_k_cache_fp8(
     need_tensor("kv_fused", kv_fused)
     need_bool("pow2_scale", pow2_scale)
     _quantize_k_cache_fp8(k, slot_mapping, kv_fused, pow2_scale=pow2_scale)
+    wrote(kv_fused)
 
 
 def gather_k_cache_fp8(
