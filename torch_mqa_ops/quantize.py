@@ -2,7 +2,7 @@
 
 import torch
 
-from ._arguments import need_bool, need_int, need_tensor, need_variant, wrote
+from ._arguments import need_bool, need_float, need_int, need_tensor, need_variant, wrote
 
 _quantize_q_fp8 = torch.ops.mqa.quantize_q_fp8.default
 _quantize_k_cache_fp8 = torch.ops.mqa.quantize_k_cache_fp8.default
@@ -29,8 +29,8 @@ def index_cache_block_bytes(variant: str, block_size: int, head_dim: int) -> int
         8448
     """
     need_variant("index_cache_block_bytes", "variant", variant)
-    need_int("block_size", block_size)
-    need_int("head_dim", head_dim)
+    need_int("index_cache_block_bytes", "block_size", block_size)
+    need_int("index_cache_block_bytes", "head_dim", head_dim)
     if block_size not in (16, 32, 64, 128, 256):
         raise RuntimeError(f"index_cache_block_bytes: block_size must be 16, 32, 64, 128 or 256, got {block_size}")
     head_dims = (32, 64, 128) if variant == "fp8" else (64, 128)
@@ -76,11 +76,11 @@ def quantize_q_fp8(
         >>> q_fp8.dtype, w.shape
         (torch.float8_e4m3fn, torch.Size([2, 1, 64]))
     """
-    need_tensor("q", q)
-    need_tensor("weights", weights, optional=True)
-    need_bool("pow2_scale", pow2_scale)
-    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
-        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    need_tensor("quantize_q_fp8", "q", q)
+    need_tensor("quantize_q_fp8", "weights", weights, optional=True)
+    need_bool("quantize_q_fp8", "pow2_scale", pow2_scale)
+    if softmax_scale is not None:
+        need_float("quantize_q_fp8", "softmax_scale", softmax_scale)
     return _quantize_q_fp8(q, weights, pow2_scale=pow2_scale, softmax_scale=softmax_scale)
 
 
@@ -110,10 +110,10 @@ def quantize_k_cache_fp8(
         >>> cache[1].flatten()[:128].view(torch.float8_e4m3fn).float().abs().max() > 200  # block 1, token 0
         tensor(True)
     """
-    need_tensor("k", k)
-    need_tensor("slot_mapping", slot_mapping)
-    need_tensor("kv_fused", kv_fused)
-    need_bool("pow2_scale", pow2_scale)
+    need_tensor("quantize_k_cache_fp8", "k", k)
+    need_tensor("quantize_k_cache_fp8", "slot_mapping", slot_mapping)
+    need_tensor("quantize_k_cache_fp8", "kv_fused", kv_fused)
+    need_bool("quantize_k_cache_fp8", "pow2_scale", pow2_scale)
     _quantize_k_cache_fp8(k, slot_mapping, kv_fused, pow2_scale=pow2_scale)
     wrote(kv_fused)
 
@@ -148,8 +148,8 @@ def gather_k_cache_fp8(
         >>> (k.float() * scale[:, None]).unique()
         tensor([1.])
     """
-    need_tensor("kv_fused", kv_fused)
-    need_tensor("block_tables", block_tables)
-    need_tensor("cu_seq_lens", cu_seq_lens)
-    need_int("total_tokens", total_tokens)
+    need_tensor("gather_k_cache_fp8", "kv_fused", kv_fused)
+    need_tensor("gather_k_cache_fp8", "block_tables", block_tables)
+    need_tensor("gather_k_cache_fp8", "cu_seq_lens", cu_seq_lens)
+    need_int("gather_k_cache_fp8", "total_tokens", total_tokens)
     return _gather_k_cache_fp8(kv_fused, block_tables, cu_seq_lens, total_tokens)
