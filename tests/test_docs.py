@@ -39,4 +39,5 @@ def test_readme(device: str) -> None:
         exec(compile(source, f"README block {index}", "exec"), namespace)
     chosen = namespace["chosen"]
     assert chosen.shape == (2, 16)
-    assert (chosen[1] < 300).all()
+    assert (chosen[1] < (512 if device == "cuda" else 300)).all()  # the third block, for GPUs, changes the lengths
+    assert "chosen = logits" in blocks[2].partition("graph.replay()")[2], "a replay whose result nobody reads"
