@@ -29,6 +29,11 @@ def test_every_function_has_an_example() -> None:
         assert ">>>" in text or name in ("padded_seq_len", "min_block_table_width"), name
 
 
+def test_concurrent_writers_are_ruled_out() -> None:
+    for text in (torch_mqa_ops.fp8_paged_mqa_logits.__doc__, (ROOT / "README.md").read_text()):
+        assert "concurrent writer touches has unspecified values" in " ".join(text.split())
+
+
 def test_readme(device: str) -> None:
     """The README's blocks, in order, in one namespace."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

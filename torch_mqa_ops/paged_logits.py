@@ -102,6 +102,9 @@ def fp8_paged_mqa_logits(
     to end. The same inputs give the same bits, whatever the batch around a row, the schedule, ``out``,
     ``clean_logits``, graph or eager.
 
+    As with any torch op, nothing else may write the inputs, or read or write ``out``, while the kernel runs (from
+    another stream, say): what a concurrent writer touches has unspecified values.
+
     On the CPU the products are torch's float32 matmul, so ``torch.set_float32_matmul_precision`` applies to them.
 
     Raises:
