@@ -1,6 +1,7 @@
 """Every example that a reader may paste runs."""
 
 import doctest
+import inspect
 import re
 from pathlib import Path
 
@@ -27,6 +28,34 @@ def test_every_function_has_an_example() -> None:
         text = getattr(torch_mqa_ops, name).__doc__
         assert "Raises:" in text, name
         assert ">>>" in text or name in ("padded_seq_len", "min_block_table_width"), name
+
+
+TENSOR_FUNCTIONS = (
+    "fp8_paged_mqa_logits",
+    "compute_paged_mqa_logits_schedule",
+    "quantize_q_fp8",
+    "quantize_k_cache_fp8",
+    "gather_k_cache_fp8",
+)
+
+
+@pytest.mark.parametrize("name", TENSOR_FUNCTIONS)
+def test_every_tensor_argument_has_dtype_shape_and_strides(name) -> None:
+    function = getattr(torch_mqa_ops, name)
+    arguments = function.__doc__.partition("Args:")[2].partition("Returns:")[0].partition("Raises:")[0]
+    entries = {}
+    for entry in re.split(r"\n {8}(?=\w+: )", arguments)[1:]:
+        argument, _, text = entry.partition(": ")
+        entries[argument] = text
+    signature = inspect.signature(function)
+    assert list(entries) == list(signature.parameters)
+    for argument, parameter in signature.parameters.items():
+        if "Tensor" not in str(parameter.annotation):
+            continue
+        text = entries[argument]
+        if argument != "out":
+            assert re.search(r"(float|int|uint)\d+\w*.*``\[.*\]``", text), (argument, text)
+        assert re.search("contiguous|strides?|as in :func:", text), (argument, text)
 
 
 def test_concurrent_writers_are_ruled_out() -> None:

@@ -70,19 +70,23 @@ def fp8_paged_mqa_logits(
     the score of the DeepSeek-V3.2 lightning indexer. ``k[p]`` and ``scale(p)`` are token ``p % S`` of block
     ``block_tables[b, p // S]``.
 
+    All tensors are on one device, CPU or CUDA.
+
     Args:
         q: float8_e4m3fn ``[B, n, H, D]``, the last two dimensions contiguous. H is 8, 16, 32, 64 or 128, D is 32, 64 or
             128, n (1 + draft tokens) is 1 to 16. q has no scale of its own: fold it into ``weights``, as
             :func:`quantize_q_fp8` does.
         kv_fused: uint8 ``[blocks, S, 1, D + 4]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: S * D e4m3
             values, token after token, then S float32 scales. The 4-D shape states sizes only: it is *not* one (D +
-            4)-byte row per token. The block stride may be any multiple of 16 bytes, and the base address too.
-        weights: float32, bfloat16 or float16 ``[B * n, H]``.
-        block_tables: int32 ``[B, W]``, any row stride. Ids that no live position needs are never looked at.
+            4)-byte row per token. The last three dimensions are contiguous; the block stride may be any multiple of 16
+            bytes, and the base address too.
+        weights: float32, bfloat16 or float16 ``[B * n, H]``, any row stride, the last dimension contiguous.
+        block_tables: int32 ``[B, W]``, any row stride, the last dimension contiguous. Ids that no live position needs
+            are never looked at.
         seq_lens: int32 ``[B]`` or ``[B, n]``, any strides, in tokens of the cache. With ``[B]``, row (b, t) is live in
             the columns below ``seq_lens[b] - n + t + 1``: the newest slot sees all. With ``[B, n]`` each slot has its
             own length ``seq_lens[b, t]``. Either limit is then clamped to ``[0, min(max_seq_len, W * S)]``.
-        max_seq_len: columns of the result.
+        max_seq_len: columns of the result, 0 to 2^31 - 1.
         output_dtype: float32, bfloat16 or float16. Scores are float32 until they are stored; float16 overflows to inf.
         schedule_meta: int32 ``[R >= 2, 2]``, contiguous, from :func:`compute_paged_mqa_logits_schedule`; without it the
             kernel splits the work itself. It changes no bit of the result, whatever it holds: a stale one costs time.
@@ -109,7 +113,8 @@ def fp8_paged_mqa_logits(
 
     Raises:
         TypeError: an argument has the wrong Python type.
-        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad.
+        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad in
+            grad mode: there is no backward.
 
     Example:
         >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)             # 2 requests, 1 query each
@@ -162,13 +167,14 @@ def compute_paged_mqa_logits_schedule(
     no longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
 
     Args:
-        seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides.
+        seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides, in tokens; negative
+            ones count as 0.
         device: where the logits will run; ``seq_lens`` must be there already. Default: its device. It sets the number
             of workers: the multiprocessors of a CUDA device, which must be of this machine even if ``seq_lens`` is a
             fake tensor; 32 on the CPU.
         next_n: query slots per request, 1 to 16; checked, changes nothing.
         variant: "fp8" or "fp4"; checked, changes nothing.
-        out: int32 ``[workers + 1, 2]``, contiguous, to write to.
+        out: int32 ``[workers + 1, 2]``, contiguous, on the same device, to write to; it may not overlap ``seq_lens``.
 
     Returns:
         int32 ``[workers + 1, 2]`` (``out`` if given): row i is (request, unit of 256 tokens in it) where worker i
