@@ -407,12 +407,15 @@ def print_table(reports: list[Report], pool: PagePool) -> None:
         ("bytes fed per request and step (next_n)", lambda r: f"{r.next_n}"),
         ("decode steps", lambda r: f"{r.steps}"),
         ("tokens (bytes) decoded", lambda r: f"{r.decoded}"),
-        ("tokens/s", lambda r: f"{r.decoded / r.seconds:.1f}"),
+        ("tokens/s, compiling and prefill excluded", lambda r: f"{r.decoded / r.seconds:.1f}"),
         ("ms per step", lambda r: f"{1e3 * r.seconds / r.steps:.2f}"),
         (f"exact float32 top-{TOP_K} found", lambda r: f"{100 * r.found / r.best:.2f} %"),
         ("next byte guessed right", lambda r: f"{100 * r.right / r.decoded:.1f} %"),
-        ("drafts that held", lambda r: f"{100 * (r.decoded - r.fed) / r.fed:.1f} %" if r.next_n == 2 else "-"),
-        (f"pages handed out, from a pool of {pool.size}", lambda r: f"{r.pages}"),
+        (
+            "second-byte drafts that held",
+            lambda r: f"{100 * (r.decoded - r.fed) / r.fed:.1f} %" if r.next_n == 2 else "-",
+        ),
+        (f"pages handed out (pool of {pool.size}, reused)", lambda r: f"{r.pages}"),
         ("index cache per token and layer: FP8", lambda _: f"{pool.caches[0].index.shape[-1]} B"),
         ("  the same keys in bfloat16", lambda _: f"{2 * INDEX_DIM} B"),
         ("  the same keys in float32", lambda _: f"{4 * INDEX_DIM} B"),
@@ -432,8 +435,9 @@ def draw(text: bytes, scores: Tensor, exact: Tensor, selected: Tensor, path: Pat
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
     upper.plot(scores, color="0.7", linewidth=0.6, label="score from the FP8 cache")
     upper.plot(selected, scores[selected], "o", color="tab:blue", markersize=5, label=f"selected ({len(selected)})")
-    upper.plot(missed, scores[missed], "x", color="tab:red", markersize=8,
-               label=f"in the exact float32 top-{len(selected)} but not selected ({len(missed)})")  # fmt: skip
+    if missed:
+        upper.plot(missed, scores[missed], "x", color="tab:red", markersize=8,
+                   label=f"in the exact float32 top-{len(selected)} but not selected ({len(missed)})")  # fmt: skip
     upper.set(xlabel="position in the request (bytes)", ylabel="index score")
     upper.set_title("Index scores of all positions in one decode step, last layer", pad=28)
     upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
@@ -462,11 +466,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sparse-attention decoding of real text, its index keys in FP8.")
     parser.add_argument("--text", type=Path, help="any file (default: this repository's documents and sources)")
     parser.add_argument("--steps", type=int, default=64, help="steps of the first pass, 4 to 1000 (default: 64)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("decode_loop.png"), help="the picture")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to decode (default: cuda where there is a GPU)")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("decode_loop.png"),
+                        help="file to save the picture to (default: %(default)s)")  # fmt: skip
     parser.add_argument("--no-compile", action="store_true", help="run the step eagerly, to follow it in a debugger")
     arguments = parser.parse_args()
-    text = read_text(arguments.text)
+    try:
+        text = read_text(arguments.text)
+    except OSError as error:
+        parser.error(f"--text must be a file that can be read, got {arguments.text}: {error.strerror}")
     if not 4 <= arguments.steps <= 1000:
         parser.error(f"--steps must be from 4 to 1000, got {arguments.steps}")
     if len(text) < 1024 + 4 * arguments.steps:

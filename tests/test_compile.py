@@ -102,6 +102,13 @@ def test_fakes_keep_sizes_symbolic():
     assert not env.replacements.get(logits.shape[0].node.expr, logits.shape[0].node.expr).is_number
 
 
+@pytest.mark.parametrize("value", ["cpu", torch.device("cpu", 0)])
+def test_device_of_the_schedule_traces(value):
+    lengths = torch.tensor([1000, 300], dtype=torch.int32)
+    compiled = torch.compile(mqa.compute_paged_mqa_logits_schedule, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(lengths, value), mqa.compute_paged_mqa_logits_schedule(lengths))
+
+
 # ---- mutation
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 4
 REQUESTS = 8
+RATE = "tokens/s, compiling and prefill excluded"
 
 
 def run_demo(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
@@ -64,14 +67,14 @@ def test_default_run(device: str, tmp_path: Path) -> None:
     assert decoded[0] == BATCH * steps
     assert BATCH * steps <= decoded[1] <= BATCH * steps + REQUESTS  # a held draft may overshoot by one
 
-    rates, milliseconds = numbers(table["tokens/s"]), numbers(table["ms per step"])
+    rates, milliseconds = numbers(table[RATE]), numbers(table["ms per step"])
     for rate, count, n, ms in zip(rates, decoded, taken, milliseconds, strict=True):
         assert rate == pytest.approx(count / (n * ms / 1e3), rel=0.02)
 
     for share in numbers(table["exact float32 top-64 found"]):
         assert 90 <= share <= 100
-    size = int(re.search(r"from a pool of (\d+)", result.stdout).group(1))
-    assert min(numbers(table[f"pages handed out, from a pool of {size}"])) > size  # some were given out twice
+    size = int(re.search(r"pool of (\d+)", result.stdout).group(1))
+    assert min(numbers(table[f"pages handed out (pool of {size}, reused)"])) > size  # some were given out twice
     assert table["index cache per token and layer: FP8"] == ["132 B", "132 B"]
     assert table["the same keys in bfloat16"] == ["256 B", "256 B"]
     assert table["the same keys in float32"] == ["512 B", "512 B"]
@@ -82,7 +85,7 @@ def test_default_run(device: str, tmp_path: Path) -> None:
 
 
 def timeless(stdout: str) -> dict[str, list[str]]:
-    return {title: cells for title, cells in read_table(stdout).items() if title not in ("tokens/s", "ms per step")}
+    return {title: cells for title, cells in read_table(stdout).items() if title not in (RATE, "ms per step")}
 
 
 def test_guesses_come_from_the_cache(device: str, tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_guesses_come_from_the_cache(device: str, tmp_path: Path) -> None:
 
     found = run_demo("--text", str(repeated), *options)
     assert min(numbers(read_table(found.stdout)["next byte guessed right"])) >= 98
-    held = float(read_table(found.stdout)["drafts that held"][1].split()[0])
+    held = float(read_table(found.stdout)["second-byte drafts that held"][1].split()[0])
     steps = numbers(read_table(found.stdout)["decode steps"])
     assert held > 50 and steps[1] < steps[0]
     assert timeless(run_demo("--text", str(repeated), *options).stdout) == timeless(found.stdout)
@@ -104,9 +107,38 @@ def test_guesses_come_from_the_cache(device: str, tmp_path: Path) -> None:
     assert max(numbers(read_table(nothing.stdout)["next byte guessed right"])) <= 10
 
 
+@pytest.mark.parametrize("misses", [0, 3])
+def test_legend_names_misses_where_there_are_any(misses: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    demo = runpy.run_path(str(ROOT / "examples" / "decode_loop.py"))
+    scores = torch.arange(200.0)
+    demo["draw"](bytes(200), scores, scores, torch.arange(100 - misses, 200 - misses), Path("unused.png"))
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert [label for label in labels if "not selected" in label] == (
+        [f"in the exact float32 top-100 but not selected ({misses})"] if misses else []
+    )
+
+
+def test_help_covers_every_option() -> None:
+    text = " ".join(run_demo("--help").stdout.split())
+    for option, words in (
+        ("--text TEXT", "any file"),
+        ("--steps STEPS", "steps of"),
+        ("--device {cpu,cuda}", "where to decode"),
+        ("--output OUTPUT", "file to save the picture to (default: decode_loop.png)"),
+        ("--no-compile", "run the step eagerly"),
+    ):
+        assert f"{option} {words}" in text
+
+
 def test_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(b"too little")
     result = run_demo("--text", str(short), "--device", "cpu", expect=2)
     assert "the text must have" in result.stderr and "got 10" in result.stderr
+    for unreadable, reason in ((tmp_path / "absent", "No such file or directory"), (tmp_path, "Is a directory")):
+        result = run_demo("--text", str(unreadable), "--device", "cpu", expect=2)
+        assert result.stderr.endswith(f"--text must be a file that can be read, got {unreadable}: {reason}\n")
+        assert "Traceback" not in result.stderr
     assert "--steps must be from 4 to 1000, got 0" in run_demo("--steps", "0", "--device", "cpu", expect=2).stderr

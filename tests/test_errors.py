@@ -597,7 +597,7 @@ def function_arguments(function: str) -> dict:
 
 @pytest.mark.parametrize(("function", "name", "value"), WRONG_TYPES)
 def test_wrong_type_is_a_type_error(function, name, value):
-    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+    with pytest.raises(TypeError, match=rf"^{function}: {name} must be an? .+, got {type(value).__name__}$"):
         getattr(mqa, function)(**function_arguments(function) | {name: value})
 
 
@@ -640,6 +640,54 @@ def test_schedule_function_refuses_values(name, value):
     lengths = torch.ones(3, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=rf"\b{name} must .*, got .*{re.escape(str(value))}"):
         mqa.compute_paged_mqa_logits_schedule(lengths, **{name: value})
+
+
+@pytest.mark.parametrize("function", ["compute_paged_mqa_logits_schedule", "precompile_paged_mqa_logits"])
+@pytest.mark.parametrize("value", ["bad", "", "cpu:7", torch.device("cpu:1"), -3, 2**70])
+def test_devices_that_do_not_exist(function, value):
+    args = {"seq_lens": torch.ones(3, dtype=torch.int32)} if function.startswith("compute") else {}
+    shown = re.escape(repr(str(value)))
+    with pytest.raises(RuntimeError, match=rf"^{function}: device must be a CPU or CUDA device, got {shown}$"):
+        getattr(mqa, function)(**args, device=value)
+
+
+@pytest.mark.parametrize("value", ["meta", "cuda:99", "mps"])
+def test_precompile_wants_a_device_of_this_machine(value):
+    rule = "device must be the CPU or one of [0-9]+ CUDA devices here"
+    with pytest.raises(RuntimeError, match=rf"^precompile_paged_mqa_logits: {rule}, got '{value}'$"):
+        mqa.precompile_paged_mqa_logits(value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_precompile_without_a_gpu():
+    mqa.precompile_paged_mqa_logits()
+    for value in ("cuda", "cuda:0"):
+        with pytest.raises(RuntimeError, match=f"one of 0 CUDA devices here, got '{value}'"):
+            mqa.precompile_paged_mqa_logits(value)
+
+
+@pytest.mark.parametrize("value", ["cpu", "cpu:0", torch.device("cpu:0")])
+def test_the_cpu_has_two_names(value):
+    lengths = torch.tensor([1000, 300], dtype=torch.int32)
+    expected = mqa.compute_paged_mqa_logits_schedule(lengths)
+    assert torch.equal(mqa.compute_paged_mqa_logits_schedule(lengths, value), expected)
+    mqa.precompile_paged_mqa_logits(value)
+
+
+def test_schedule_function_wants_lengths_on_its_device():
+    lengths = torch.ones(3, dtype=torch.int32)
+    for value in ("cuda", "cuda:1", "meta"):
+        text = f"^compute_paged_mqa_logits_schedule: seq_lens must be on {value}, got cpu$"
+        with pytest.raises(RuntimeError, match=text):
+            mqa.compute_paged_mqa_logits_schedule(lengths, value)
+
+
+def test_schedule_function_of_a_fake_device_that_is_not_here():
+    with FakeTensorMode():
+        lengths = torch.ones(3, dtype=torch.int32, device="cuda:99")
+        with pytest.raises(RuntimeError, match=r"^compute_.*: seq_lens must be on a device of .*, got cuda:99$"):
+            mqa.compute_paged_mqa_logits_schedule(lengths)
+        assert torch.ops.mqa.paged_mqa_logits_schedule(lengths, 132).shape == (133, 2)
 
 
 def test_schedule_function_options_change_nothing(device):
@@ -719,7 +767,7 @@ def test_helpers_refuse_values(function, arguments, name):
     ],
 )
 def test_helpers_refuse_types(function, arguments, name):
-    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+    with pytest.raises(TypeError, match=rf"^{function}: {name} must be an? .+, got \w+$"):
         getattr(mqa, function)(*arguments)
 
 
@@ -765,5 +813,5 @@ def test_precompile_refuses_values(name, value, shown):
     ],
 )
 def test_precompile_refuses_types(name, value):
-    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+    with pytest.raises(TypeError, match=rf"^precompile_paged_mqa_logits: {name} must be an? .+, got [\w ]+$"):
         mqa.precompile_paged_mqa_logits(**{"device": "cpu", name: value})

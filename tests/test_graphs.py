@@ -64,7 +64,12 @@ class Decode:
         return {name: getattr(self, name) for name in names}
 
     def score(self, **options) -> torch.Tensor:
-        return mqa.fp8_paged_mqa_logits(**self.arguments(), clean_logits=True, **options)
+        return mqa.fp8_paged_mqa_logits(**self.arguments() | options, clean_logits=True)
+
+    def quantise_and_score(self, hidden: torch.Tensor, gates: torch.Tensor | None = None, **options) -> torch.Tensor:
+        q, weights = mqa.quantize_q_fp8(hidden, gates, softmax_scale=0.1)
+        schedule = mqa.compute_paged_mqa_logits_schedule(self.seq_lens)
+        return self.score(q=q, weights=weights.flatten(0, 1), schedule_meta=schedule, **options)
 
     def out(self) -> torch.Tensor:
         return torch.full((len(self.weights), mqa.padded_seq_len(self.max_seq_len)), -777.0, device="cuda")
@@ -191,19 +196,8 @@ def test_whole_step_replays():
     cu_seq_lens = torch.empty(batch + 1, dtype=torch.int32, device="cuda")
 
     def step(kv_fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q_fp8, weights = mqa.quantize_q_fp8(hidden, gates, softmax_scale=0.1)
         mqa.quantize_k_cache_fp8(keys, slots, kv_fused)
-        schedule = mqa.compute_paged_mqa_logits_schedule(decode.seq_lens)
-        logits = mqa.fp8_paged_mqa_logits(
-            q_fp8,
-            kv_fused,
-            weights.flatten(0, 1),
-            decode.block_tables,
-            decode.seq_lens,
-            decode.max_seq_len,
-            schedule_meta=schedule,
-            clean_logits=True,
-        )
+        logits = decode.quantise_and_score(hidden, gates, kv_fused=kv_fused)
         return logits, *mqa.gather_k_cache_fp8(kv_fused, decode.block_tables, cu_seq_lens, 2500)
 
     graph, results = None, None
@@ -311,19 +305,7 @@ def test_references_dropped_after_capture():
     out = decode.out()
 
     def work() -> None:
-        q_fp8, weights = mqa.quantize_q_fp8(hidden)
-        schedule = mqa.compute_paged_mqa_logits_schedule(decode.seq_lens)
-        mqa.fp8_paged_mqa_logits(
-            q_fp8,
-            decode.kv_fused,
-            weights.flatten(0, 1),
-            decode.block_tables,
-            decode.seq_lens,
-            decode.max_seq_len,
-            schedule_meta=schedule,
-            clean_logits=True,
-            out=out,
-        )
+        decode.quantise_and_score(hidden, out=out)
 
     graph, _ = capture(work)
     work()

@@ -343,7 +343,7 @@ def test_requires_grad_is_refused_in_grad_mode_only(op, argument, device):
     args = op_cases.arguments(op, device)
     args[argument] = args[argument].detach().requires_grad_()
     function = getattr(mqa, op)
-    with pytest.raises(RuntimeError, match=rf"\b{argument}\b.*grad"):
+    with pytest.raises(RuntimeError, match=rf"^{op}: {argument} must not require grad.*, got requires_grad=True$"):
         function(**args)
     with torch.no_grad():
         results = function(**args)
@@ -357,10 +357,53 @@ def test_requires_grad_is_refused_in_grad_mode_only(op, argument, device):
 def test_out_that_requires_grad_is_refused_in_grad_mode_only(device):
     args = op_cases.arguments("fp8_paged_mqa_logits", device)
     args["out"] = torch.empty(6, 512, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"\bout\b.*grad"):
+    with pytest.raises(RuntimeError, match=r"^fp8_paged_mqa_logits: out must not require grad"):
         mqa.fp8_paged_mqa_logits(**args)
     with torch.no_grad():
         mqa.fp8_paged_mqa_logits(**args)
+
+
+# The functions that write a caller's tensor, and its name.
+WRITERS = {
+    "fp8_paged_mqa_logits": "out",
+    "compute_paged_mqa_logits_schedule": "out",
+    "quantize_k_cache_fp8": "kv_fused",
+}
+
+
+def writer_arguments(function: str, device: str) -> dict:
+    op = function.removeprefix("compute_")
+    args = op_cases.arguments(op, device)
+    if op == "fp8_paged_mqa_logits":
+        args |= op_cases.buffers(op, args)
+    elif op == "paged_mqa_logits_schedule":
+        args = {"seq_lens": args["seq_lens"], "out": mqa.compute_paged_mqa_logits_schedule(args["seq_lens"])}
+    return args
+
+
+@pytest.mark.parametrize(("function", "written"), WRITERS.items())
+def test_writes_bump_the_version(function, written, device):
+    args = writer_arguments(function, device)
+    before = {name: t._version for name, t in op_cases.tensors(args).items()}
+    getattr(mqa, function)(**args)
+    after = {name: t._version for name, t in op_cases.tensors(args).items()}
+    assert after == before | {written: before[written] + 1}
+    with torch.inference_mode():  # such tensors count no versions
+        getattr(mqa, function)(**args | {written: args[written].clone()})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autograd_sees_an_overwritten_tensor(compiled, device):
+    args = op_cases.arguments("fp8_paged_mqa_logits", device)
+    out = torch.ones(6, 512, device=device)
+    score = mqa.fp8_paged_mqa_logits
+    if compiled:
+        score = torch.compile(score, fullgraph=True, backend="aot_eager")
+    factor = torch.ones(6, 512, device=device, requires_grad=True)
+    loss = (factor * out).sum()  # whose gradient is out
+    score(**args, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_vmap_loops_correctly_or_refuses(device):

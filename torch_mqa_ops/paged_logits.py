@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ._arguments import need_bool, need_dtype, need_int, need_iterable, need_tensor, need_variant
+from ._arguments import need_bool, need_device, need_dtype, need_int, need_iterable, need_tensor, need_variant, wrote
 
 # The overloads themselves: looking them up through torch.ops costs half a microsecond a call.
 _fp8_logits = torch.ops.mqa.fp8_paged_mqa_logits.default
@@ -26,7 +26,7 @@ def padded_seq_len(max_seq_len: int) -> int:
         TypeError: ``max_seq_len`` is not an int.
         RuntimeError: it is negative.
     """
-    need_int("max_seq_len", max_seq_len)
+    need_int("padded_seq_len", "max_seq_len", max_seq_len)
     if max_seq_len < 0:
         raise RuntimeError(f"padded_seq_len: max_seq_len must not be negative, got {max_seq_len}")
     return (max_seq_len + _PADDING - 1) // _PADDING * _PADDING
@@ -39,8 +39,8 @@ def min_block_table_width(seq_len: int, block_size: int) -> int:
         TypeError: an argument is not an int.
         RuntimeError: ``seq_len`` is negative or ``block_size`` is not positive.
     """
-    need_int("seq_len", seq_len)
-    need_int("block_size", block_size)
+    need_int("min_block_table_width", "seq_len", seq_len)
+    need_int("min_block_table_width", "block_size", block_size)
     if seq_len < 0:
         raise RuntimeError(f"min_block_table_width: seq_len must not be negative, got {seq_len}")
     if block_size <= 0:
@@ -70,19 +70,23 @@ def fp8_paged_mqa_logits(
     the score of the DeepSeek-V3.2 lightning indexer. ``k[p]`` and ``scale(p)`` are token ``p % S`` of block
     ``block_tables[b, p // S]``.
 
+    All tensors are on one device, CPU or CUDA.
+
     Args:
         q: float8_e4m3fn ``[B, n, H, D]``, the last two dimensions contiguous. H is 8, 16, 32, 64 or 128, D is 32, 64 or
             128, n (1 + draft tokens) is 1 to 16. q has no scale of its own: fold it into ``weights``, as
             :func:`quantize_q_fp8` does.
         kv_fused: uint8 ``[blocks, S, 1, D + 4]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: S * D e4m3
             values, token after token, then S float32 scales. The 4-D shape states sizes only: it is *not* one (D +
-            4)-byte row per token. The block stride may be any multiple of 16 bytes, and the base address too.
-        weights: float32, bfloat16 or float16 ``[B * n, H]``.
-        block_tables: int32 ``[B, W]``, any row stride. Ids that no live position needs are never looked at.
+            4)-byte row per token. The last three dimensions are contiguous; the block stride may be any multiple of 16
+            bytes, and the base address too.
+        weights: float32, bfloat16 or float16 ``[B * n, H]``, any row stride, the last dimension contiguous.
+        block_tables: int32 ``[B, W]``, any row stride, the last dimension contiguous. Ids that no live position needs
+            are never looked at.
         seq_lens: int32 ``[B]`` or ``[B, n]``, any strides, in tokens of the cache. With ``[B]``, row (b, t) is live in
             the columns below ``seq_lens[b] - n + t + 1``: the newest slot sees all. With ``[B, n]`` each slot has its
             own length ``seq_lens[b, t]``. Either limit is then clamped to ``[0, min(max_seq_len, W * S)]``.
-        max_seq_len: columns of the result.
+        max_seq_len: columns of the result, 0 to 2^31 - 1.
         output_dtype: float32, bfloat16 or float16. Scores are float32 until they are stored; float16 overflows to inf.
         schedule_meta: int32 ``[R >= 2, 2]``, contiguous, from :func:`compute_paged_mqa_logits_schedule`; without it the
             kernel splits the work itself. It changes no bit of the result, whatever it holds: a stale one costs time.
@@ -102,11 +106,15 @@ def fp8_paged_mqa_logits(
     to end. The same inputs give the same bits, whatever the batch around a row, the schedule, ``out``,
     ``clean_logits``, graph or eager.
 
+    As with any torch op, nothing else may write the inputs, or read or write ``out``, while the kernel runs (from
+    another stream, say): what a concurrent writer touches has unspecified values.
+
     On the CPU the products are torch's float32 matmul, so ``torch.set_float32_matmul_precision`` applies to them.
 
     Raises:
         TypeError: an argument has the wrong Python type.
-        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad.
+        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad in
+            grad mode: there is no backward.
 
     Example:
         >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)             # 2 requests, 1 query each
@@ -120,15 +128,15 @@ def fp8_paged_mqa_logits(
         >>> logits.shape, logits.stride(), logits[1, 39:41].isinf().tolist()
         (torch.Size([2, 300]), (512, 1), [False, True])
     """
-    need_tensor("q", q)
-    need_tensor("kv_fused", kv_fused)
-    need_tensor("weights", weights)
-    need_tensor("block_tables", block_tables)
-    need_tensor("seq_lens", seq_lens)
-    need_int("max_seq_len", max_seq_len)
-    need_dtype("output_dtype", output_dtype)
-    need_tensor("schedule_meta", schedule_meta, optional=True)
-    need_bool("clean_logits", clean_logits)
+    need_tensor("fp8_paged_mqa_logits", "q", q)
+    need_tensor("fp8_paged_mqa_logits", "kv_fused", kv_fused)
+    need_tensor("fp8_paged_mqa_logits", "weights", weights)
+    need_tensor("fp8_paged_mqa_logits", "block_tables", block_tables)
+    need_tensor("fp8_paged_mqa_logits", "seq_lens", seq_lens)
+    need_int("fp8_paged_mqa_logits", "max_seq_len", max_seq_len)
+    need_dtype("fp8_paged_mqa_logits", "output_dtype", output_dtype)
+    need_tensor("fp8_paged_mqa_logits", "schedule_meta", schedule_meta, optional=True)
+    need_bool("fp8_paged_mqa_logits", "clean_logits", clean_logits)
     # The op's default goes unsaid, so that exported programs hold no dtype: AOTInductor before torch 2.13 garbles them.
     dtype = None if output_dtype is torch.float32 else output_dtype
     if out is None:
@@ -136,11 +144,12 @@ def fp8_paged_mqa_logits(
             q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
             output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits,
         )  # fmt: skip
-    need_tensor("out", out)
+    need_tensor("fp8_paged_mqa_logits", "out", out)
     _fp8_logits_out(
         q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
         output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
     )  # fmt: skip
+    wrote(out)
     return out[: q.shape[0] * q.shape[1], :max_seq_len]
 
 
@@ -158,12 +167,14 @@ def compute_paged_mqa_logits_schedule(
     no longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
 
     Args:
-        seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides.
+        seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides, in tokens; negative
+            ones count as 0.
         device: where the logits will run; ``seq_lens`` must be there already. Default: its device. It sets the number
-            of workers: the multiprocessors of a CUDA device, 32 on the CPU.
+            of workers: the multiprocessors of a CUDA device, which must be of this machine even if ``seq_lens`` is a
+            fake tensor; 32 on the CPU.
         next_n: query slots per request, 1 to 16; checked, changes nothing.
         variant: "fp8" or "fp4"; checked, changes nothing.
-        out: int32 ``[workers + 1, 2]``, contiguous, to write to.
+        out: int32 ``[workers + 1, 2]``, contiguous, on the same device, to write to; it may not overlap ``seq_lens``.
 
     Returns:
         int32 ``[workers + 1, 2]`` (``out`` if given): row i is (request, unit of 256 tokens in it) where worker i
@@ -179,22 +190,22 @@ def compute_paged_mqa_logits_schedule(
         >>> torch_mqa_ops.compute_paged_mqa_logits_schedule(lens)[:7].tolist()   # 4 + 2 units for 32 workers
         [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [3, 0]]
     """
-    need_tensor("seq_lens", seq_lens)
-    need_int("next_n", next_n)
+    need_tensor("compute_paged_mqa_logits_schedule", "seq_lens", seq_lens)
+    need_int("compute_paged_mqa_logits_schedule", "next_n", next_n)
     need_variant("compute_paged_mqa_logits_schedule", "variant", variant)
     if not 1 <= next_n <= 16:
         raise RuntimeError(f"compute_paged_mqa_logits_schedule: next_n must be from 1 to 16, got {next_n}")
     if device is not None:
-        wanted = torch.device(device)
-        if wanted.type != seq_lens.device.type or wanted.index not in (None, seq_lens.device.index):
-            raise RuntimeError(
-                f"compute_paged_mqa_logits_schedule: seq_lens must be on {wanted}, got {seq_lens.device}"
-            )
+        wanted = need_device("compute_paged_mqa_logits_schedule", "device", device)
+        have = seq_lens.device
+        if wanted.type != have.type or (have.type != "cpu" and wanted.index not in (None, have.index)):
+            raise RuntimeError(f"compute_paged_mqa_logits_schedule: seq_lens must be on {wanted}, got {have}")
     workers = _num_workers(seq_lens.device)
     if out is None:
         return _schedule(seq_lens, workers)
-    need_tensor("out", out)
+    need_tensor("compute_paged_mqa_logits_schedule", "out", out)
     _schedule_out(seq_lens, workers, out=out)
+    wrote(out)
     return out
 
 
@@ -210,7 +221,8 @@ def precompile_paged_mqa_logits(
     any measured or captured region. First use under capture works too. On the CPU only the arguments are checked.
 
     Args:
-        device: a CUDA device or the CPU; default the current CUDA device, or the CPU where there is none.
+        device: a CUDA device of this machine or the CPU; default the current CUDA device, or the CPU where there is
+            none.
         variants: out of "fp8" and "fp4". "fp4" names no kernel yet.
         output_dtypes: out of float32, bfloat16 and float16; one kernel serves them all.
         batch_sizes: non-negative ints; one kernel serves them all.
@@ -222,36 +234,40 @@ def precompile_paged_mqa_logits(
     Example:
         >>> torch_mqa_ops.precompile_paged_mqa_logits(variants=("fp8",))
     """
-    variants = need_iterable("variants", variants)
+    function = "precompile_paged_mqa_logits"
+    variants = need_iterable(function, "variants", variants, str)
     for variant in variants:
-        need_variant("precompile_paged_mqa_logits", "variants", variant)
-    for dtype in need_iterable("output_dtypes", () if output_dtypes is None else output_dtypes):
-        need_dtype("output_dtypes", dtype)
+        need_variant(function, "variants", variant)
+    for dtype in need_iterable(function, "output_dtypes", () if output_dtypes is None else output_dtypes, torch.dtype):
         if dtype not in _OUTPUT_DTYPES:
-            raise RuntimeError(
-                f"precompile_paged_mqa_logits: output_dtypes must be float32, bfloat16 or float16, got {dtype}"
-            )
-    for size in need_iterable("batch_sizes", () if batch_sizes is None else batch_sizes):
-        need_int("batch_sizes", size)
+            raise RuntimeError(f"{function}: output_dtypes must be float32, bfloat16 or float16, got {dtype}")
+    for size in need_iterable(function, "batch_sizes", () if batch_sizes is None else batch_sizes, int):
         if size < 0:
-            raise RuntimeError(f"precompile_paged_mqa_logits: batch_sizes must not be negative, got {size}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise RuntimeError(f"precompile_paged_mqa_logits: device must be a CPU or CUDA device, got {device}")
-    if device.type == "cpu" or "fp8" not in variants:
+            raise RuntimeError(f"{function}: batch_sizes must not be negative, got {size}")
+    gpus = torch.cuda.device_count()
+    wanted = need_device(function, "device", ("cuda" if gpus else "cpu") if device is None else device)
+    if wanted.type != "cpu" and not (wanted.type == "cuda" and 0 <= (wanted.index or 0) < gpus):
+        raise RuntimeError(
+            f"{function}: device must be the CPU or one of {gpus} CUDA devices here, got {str(device)!r}"
+        )
+    if wanted.type == "cpu" or "fp8" not in variants:
         return
-    lens = torch.zeros(1, dtype=torch.int32, device=device)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.zeros(1, dtype=torch.int32, device=wanted)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=wanted)
     _schedule(lens, _num_workers(lens.device))
     for head_dim in (32, 64, 128):
-        q = torch.zeros(1, 1, 8, head_dim, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        cache = torch.zeros(1, 16, 1, head_dim + 4, dtype=torch.uint8, device=device)
-        _fp8_logits(q, cache, torch.zeros(1, 8, device=device), table, lens, 1)
+        q = torch.zeros(1, 1, 8, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
+        cache = torch.zeros(1, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)
+        _fp8_logits(q, cache, torch.zeros(1, 8, device=wanted), table, lens, 1)
 
 
 def _num_workers(device: torch.device) -> int:
     if device.type != "cuda":
         return _CPU_WORKERS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    try:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    except (AssertionError, RuntimeError):  # a fake tensor's device need not exist
+        raise RuntimeError(
+            "compute_paged_mqa_logits_schedule: seq_lens must be on a device of this machine, whose multiprocessors "
+            f"are the workers (torch.ops.mqa.paged_mqa_logits_schedule takes their number), got {device}"
+        ) from None

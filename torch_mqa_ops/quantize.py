@@ -2,7 +2,7 @@
 
 import torch
 
-from ._arguments import need_bool, need_int, need_tensor, need_variant
+from ._arguments import need_bool, need_float, need_int, need_tensor, need_variant, wrote
 
 _quantize_q_fp8 = torch.ops.mqa.quantize_q_fp8.default
 _quantize_k_cache_fp8 = torch.ops.mqa.quantize_k_cache_fp8.default
@@ -29,8 +29,8 @@ def index_cache_block_bytes(variant: str, block_size: int, head_dim: int) -> int
         8448
     """
     need_variant("index_cache_block_bytes", "variant", variant)
-    need_int("block_size", block_size)
-    need_int("head_dim", head_dim)
+    need_int("index_cache_block_bytes", "block_size", block_size)
+    need_int("index_cache_block_bytes", "head_dim", head_dim)
     if block_size not in (16, 32, 64, 128, 256):
         raise RuntimeError(f"index_cache_block_bytes: block_size must be 16, 32, 64, 128 or 256, got {block_size}")
     head_dims = (32, 64, 128) if variant == "fp8" else (64, 128)
@@ -56,19 +56,20 @@ def quantize_q_fp8(
     Args:
         q: float32, bfloat16 or float16 ``[..., H, D]`` with up to 8 leading dimensions of any strides; the last two are
             contiguous. D is 32, 64 or 128.
-        weights: float32, bfloat16 or float16 ``[..., H]``, the last dimension contiguous.
+        weights: float32, bfloat16 or float16 ``[..., H]``, the sizes of q without D, on q's device, with leading
+            dimensions of any strides; the last is contiguous. None: all 1.
         pow2_scale: round scales up to powers of two (so that dividing by them is exact).
-        softmax_scale: a further factor of the weights.
+        softmax_scale: a further factor of the weights. None: 1.
 
     Returns:
         ``(q_fp8, weights_f32)``: float8_e4m3fn ``[..., H, D]`` and float32 ``[..., H]``, contiguous.
 
     NaN elements do not count in amax and stay NaN (0x7F); infinite elements saturate to 448, and the scale of their row
-    is the largest finite one (2^127 with ``pow2_scale``).
+    is the largest finite one (2^127 with ``pow2_scale``). Weights are not checked: NaN and infinities go through.
 
     Raises:
         TypeError: an argument has the wrong Python type.
-        RuntimeError: an argument breaks a rule above, or requires grad.
+        RuntimeError: an argument breaks a rule above, or requires grad in grad mode: there is no backward.
 
     Example:
         >>> q, gates = torch.randn(2, 1, 64, 128), torch.rand(2, 1, 64)
@@ -76,11 +77,11 @@ def quantize_q_fp8(
         >>> q_fp8.dtype, w.shape
         (torch.float8_e4m3fn, torch.Size([2, 1, 64]))
     """
-    need_tensor("q", q)
-    need_tensor("weights", weights, optional=True)
-    need_bool("pow2_scale", pow2_scale)
-    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
-        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    need_tensor("quantize_q_fp8", "q", q)
+    need_tensor("quantize_q_fp8", "weights", weights, optional=True)
+    need_bool("quantize_q_fp8", "pow2_scale", pow2_scale)
+    if softmax_scale is not None:
+        need_float("quantize_q_fp8", "softmax_scale", softmax_scale)
     return _quantize_q_fp8(q, weights, pow2_scale=pow2_scale, softmax_scale=softmax_scale)
 
 
@@ -91,17 +92,19 @@ def quantize_k_cache_fp8(
 
     Slot s is token ``s % S`` of block ``s // S``: its D values go to byte ``s % S * D`` of the block, its float32 scale
     to byte ``S * D + 4 * (s % S)``. The recipe is that of :func:`quantize_q_fp8`. No other byte of the cache changes.
+    All tensors are on one device, CPU or CUDA.
 
     Args:
-        k: float32, bfloat16 or float16 ``[tokens, D]``, D 32, 64 or 128, rows of any stride.
+        k: float32, bfloat16 or float16 ``[tokens, D]``, D 32, 64 or 128, any row stride, the last dimension contiguous.
         slot_mapping: int64 ``[tokens]``, contiguous. A negative slot, or one past the pool, skips its token. Of several
-            tokens with one slot either wins, whole.
-        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`; blocks may not overlap. Written.
+            tokens with one slot any one wins, whole.
+        kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`. Written; blocks may overlap
+            neither each other nor ``k`` nor ``slot_mapping``.
         pow2_scale: round scales up to powers of two.
 
     Raises:
         TypeError: an argument has the wrong Python type.
-        RuntimeError: an argument breaks a rule above, or requires grad.
+        RuntimeError: an argument breaks a rule above, or requires grad in grad mode: there is no backward.
 
     Example:
         >>> cache = torch.zeros(8, 64, 1, 132, dtype=torch.uint8)
@@ -110,11 +113,12 @@ def quantize_k_cache_fp8(
         >>> cache[1].flatten()[:128].view(torch.float8_e4m3fn).float().abs().max() > 200  # block 1, token 0
         tensor(True)
     """
-    need_tensor("k", k)
-    need_tensor("slot_mapping", slot_mapping)
-    need_tensor("kv_fused", kv_fused)
-    need_bool("pow2_scale", pow2_scale)
+    need_tensor("quantize_k_cache_fp8", "k", k)
+    need_tensor("quantize_k_cache_fp8", "slot_mapping", slot_mapping)
+    need_tensor("quantize_k_cache_fp8", "kv_fused", kv_fused)
+    need_bool("quantize_k_cache_fp8", "pow2_scale", pow2_scale)
     _quantize_k_cache_fp8(k, slot_mapping, kv_fused, pow2_scale=pow2_scale)
+    wrote(kv_fused)
 
 
 def gather_k_cache_fp8(
@@ -122,16 +126,20 @@ def gather_k_cache_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Collects the keys of several requests from a paged cache into one contiguous run, for prefill.
 
-    Token i of request r goes to row ``cu_seq_lens[r] + i``, for rows below ``cu_seq_lens[r + 1]``.
+    Token i of request r goes to row ``cu_seq_lens[r] + i``, for rows below ``cu_seq_lens[r + 1]``. All tensors are on
+    one device, CPU or CUDA.
 
     Args:
         kv_fused: uint8 ``[blocks, S, 1, D + 4]``, as in :func:`fp8_paged_mqa_logits`.
-        block_tables: int32 ``[B, W]``, any row stride.
-        cu_seq_lens: int32 ``[B + 1]``, contiguous: where each request starts, and where the last one ends.
-        total_tokens: rows of the result.
+        block_tables: int32 ``[B, W]``, any row stride, the last dimension contiguous: token i of request r is token
+            ``i % S`` of block ``block_tables[r, i // S]``.
+        cu_seq_lens: int32 ``[B + 1]``, contiguous: the row where each request starts, and where the last one ends. Rows
+            outside the result are left out.
+        total_tokens: rows of the result, 0 to 2^31 - 1.
 
     Returns:
-        ``(k, k_scale)``: float8_e4m3fn ``[total_tokens, D]`` and float32 ``[total_tokens]``. Rows that no request
+        ``(k, k_scale)``: float8_e4m3fn ``[total_tokens, D]`` and float32 ``[total_tokens]``, contiguous; a key is about
+        ``k * k_scale``. Rows that no request
         covers, pages outside the pool and tokens past the table give zero bytes and scale 0. Where ``cu_seq_lens``
         makes requests overlap, the lowest of them has the row.
 
@@ -147,8 +155,8 @@ def gather_k_cache_fp8(
         >>> (k.float() * scale[:, None]).unique()
         tensor([1.])
     """
-    need_tensor("kv_fused", kv_fused)
-    need_tensor("block_tables", block_tables)
-    need_tensor("cu_seq_lens", cu_seq_lens)
-    need_int("total_tokens", total_tokens)
+    need_tensor("gather_k_cache_fp8", "kv_fused", kv_fused)
+    need_tensor("gather_k_cache_fp8", "block_tables", block_tables)
+    need_tensor("gather_k_cache_fp8", "cu_seq_lens", cu_seq_lens)
+    need_int("gather_k_cache_fp8", "total_tokens", total_tokens)
     return _gather_k_cache_fp8(kv_fused, block_tables, cu_seq_lens, total_tokens)
