@@ -52,6 +52,9 @@ $(LIBRARY): $(SOURCES)
 
 $(VENV)/.base:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
+	@# To an environment made from a virtual environment's Python, "system" is what lies under that: show its packages too.
+	$(PYTHON) -I -c 'import sys; print(*sys.path, sep="\n")' \
+	  > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
 	$(RUN) -c 'import sys, re, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11))' \
 	  2>/dev/null || $(RUN) -m pip install --quiet '$(TORCH)'
 	$(RUN) -m pip install --quiet 'setuptools>=77' ninja numpy
@@ -65,10 +68,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(RUN) -m pip install --quiet pytest expecttest matplotlib wheel
 	@touch $@
 
-# pyproject.toml pins the versions.
+# pyproject.toml pins the versions. What another environment already has of them would not be put into this one's bin.
 $(VENV)/.lint: $(VENV)/.base pyproject.toml
 	$(RUN) -c 'import re; print("\n".join(re.findall(r"\"((?:ruff|clang-format)==[^\"]+)\"", open("pyproject.toml").read())))' \
-	  | xargs $(RUN) -m pip install --quiet
+	  | xargs $(RUN) -m pip install --quiet --force-reinstall
 	@touch $@
 
 clean:
