@@ -127,6 +127,13 @@ def extensions() -> list[cpp_extension.CppExtension]:
 class BuildExtension(cpp_extension.BuildExtension):
     """Keeps the objects of the two libraries apart: both compile the host sources, each with its own flags."""
 
+    def run(self):
+        super().run()
+        if len(self.extensions) == 1:
+            # The CUDA library of an earlier build would be loaded, or packed, beside this one.
+            for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
+                (folder / "torch_mqa_ops/_C_cuda.abi3.so").unlink(missing_ok=True)
+
     def build_extension(self, ext):
         base, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
         # torch tells ninja which headers a .cu file includes only when it is itself a CUDA build.

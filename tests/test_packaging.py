@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -107,6 +108,54 @@ def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MQA_CUDA", "yes")
     with pytest.raises(SystemExit, match="MQA_CUDA must be 0, 1 or unset"):
         setup_py.extensions()
+
+
+def test_make_knows_the_switches(tmp_path: Path) -> None:
+    """Other switches than the last build's are never up to date; libraries carried here without a record are."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("csrc", "build", "torch_mqa_ops"):
+        (tmp_path / name).mkdir()
+    for name in ("setup.py", "pyproject.toml", "torch_mqa_ops/_C_cpu.abi3.so", "torch_mqa_ops/_C_cuda.abi3.so"):
+        (tmp_path / name).touch()
+
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MQA_", "TORCH_", "MAKE"))}
+    make = ["make", "PYTHON=true", "torch_mqa_ops/_C_cpu.abi3.so"]
+
+    def up_to_date(**switches: str) -> bool:
+        run = subprocess.run([*make, "--question"], cwd=tmp_path, env=plain | switches, stdout=subprocess.DEVNULL)
+        assert run.returncode in (0, 1)
+        return run.returncode == 0
+
+    def build(**switches: str) -> None:
+        subprocess.run(make, cwd=tmp_path, env=plain | switches, check=True, stdout=subprocess.DEVNULL)
+
+    assert up_to_date() and up_to_date(MQA_CUDA="1") and up_to_date(TORCH_CUDA_ARCH_LIST="9.0")
+    assert not up_to_date(MQA_CUDA="0") and not up_to_date(MQA_CUDA_ARCHS="90a")
+    build(MQA_CUDA_ARCHS="90a 10.0;12.0+PTX")
+    assert up_to_date(MQA_CUDA_ARCHS="90a 10.0;12.0+PTX", TORCH_CUDA_ARCH_LIST="9.0") and not up_to_date()
+    build(MQA_CUDA="0")
+    assert up_to_date(MQA_CUDA="0") and not up_to_date() and not up_to_date(MQA_CUDA="1")
+    build()
+    assert up_to_date() and up_to_date(MQA_CUDA="1") and not up_to_date(TORCH_CUDA_ARCH_LIST="9.0")
+    (tmp_path / "torch_mqa_ops/_C_cuda.abi3.so").unlink()
+    assert up_to_date() and not up_to_date(MQA_CUDA="1")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("names", [["_C_cpu"], ["_C_cpu", "_C_cuda"]])
+def test_no_stale_cuda_library(setup_py, tmp_path: Path, monkeypatch, inplace: bool, names: list[str]) -> None:
+    monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", lambda self: None)
+    libraries = [folder / "torch_mqa_ops/_C_cuda.abi3.so" for folder in (tmp_path / "build/lib", tmp_path)]
+    for library in libraries:
+        library.parent.mkdir(parents=True)
+        library.touch()
+    command = setup_py.BuildExtension(setuptools.Distribution())
+    command.build_lib, command.inplace, command.extensions = str(tmp_path / "build/lib"), inplace, names
+    command.run()
+    assert [library.exists() for library in libraries] == [len(names) > 1, len(names) > 1 or not inplace]
 
 
 SMOKE = """
