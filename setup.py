@@ -29,7 +29,8 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 PREFIX = f"-ffile-prefix-map={ROOT}/="
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", PREFIX, TARGET]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-DUSE_CUDA", TARGET, "--Werror=all-warnings"]
-NVCC_FLAGS += [f"-Xcompiler=-fvisibility=hidden,-Wall,{PREFIX}"]
+# nvcc takes the inner quotes off; without them a space in the path would end the flag.
+NVCC_FLAGS += [f'-Xcompiler=-fvisibility=hidden,-Wall,"{PREFIX}"']
 
 
 def parse_archs(text: str) -> list[tuple[str, bool]]:

@@ -177,7 +177,7 @@ print(torch_mqa_ops.__file__)
 def test_wheel(tmp_path: Path) -> None:
     """One wheel for every Python from 3.10 on: its files, its tag, and that it works where nothing else of ours is."""
     # From a copy without build leftovers, which would be packed too.
-    source = tmp_path / "source"
+    source = tmp_path / "a source"
     for folder in ("csrc", "meta", "torch_mqa_ops"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
