@@ -48,15 +48,21 @@ def parse_archs(text: str) -> list[tuple[str, bool]]:
     return archs
 
 
-def cuda_home() -> Path | None:
-    """The toolkit, by environment, usual place, then PATH (where nvcc may be a wrapper outside its toolkit)."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if nvcc := shutil.which("nvcc"):
-        homes.append(str(Path(nvcc).resolve().parent.parent))
-    for home in filter(None, homes):
-        if (Path(home) / "bin/nvcc").exists() and (Path(home) / "include/cuda_runtime.h").exists():
-            return Path(home)
-    return None
+def lacking(home: Path) -> str | None:
+    """What a toolkit needs for this build and has not got."""
+    return next((part for part in ("bin/nvcc", "include/cuda_runtime.h") if not (home / part).exists()), None)
+
+
+def cuda_home() -> tuple[Path | None, str]:
+    """The toolkit that the environment names; if none, that in the usual place or of the nvcc on PATH (which may be a
+    wrapper outside its toolkit). And why there is none."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := os.environ.get(name):
+            part = lacking(Path(folder))
+            return (None, f"{name}={folder} has no {part}") if part else (Path(folder), "")
+    nvcc = shutil.which("nvcc")
+    homes = [Path("/usr/local/cuda"), *([Path(nvcc).resolve().parent.parent] if nvcc else [])]
+    return next((home for home in homes if not lacking(home)), None), "no nvcc with its headers was found"
 
 
 def cuda_mismatch(home: Path) -> str | None:
@@ -101,7 +107,7 @@ def extensions() -> list[cpp_extension.CppExtension]:
     wanted = os.environ.get("MQA_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"torch_mqa_ops: MQA_CUDA must be 0, 1 or unset, got {wanted!r}")
-    home, reason = (None, "MQA_CUDA=0") if wanted == "0" else (cuda_home(), "no nvcc was found")
+    home, reason = (None, "MQA_CUDA=0") if wanted == "0" else cuda_home()
     if home is not None and (mismatch := cuda_mismatch(home)):
         home, reason = None, mismatch
     if home is None:

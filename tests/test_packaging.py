@@ -92,16 +92,36 @@ def test_other_cuda_major(setup_py, tmp_path: Path, monkeypatch) -> None:
         assert setup_py.cuda_mismatch(tmp_path) == said
 
 
+@pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
+def test_named_toolkit(setup_py, tmp_path: Path, monkeypatch, capsys, name: str) -> None:
+    """The toolkit that the environment names is taken, or what it lacks is said; never another instead."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("MQA_CUDA", raising=False)
+    monkeypatch.setenv("CUDA_PATH", "/elsewhere")
+    monkeypatch.setenv(name, str(tmp_path))
+    for part in ("bin/nvcc", "include/cuda_runtime.h"):
+        assert [extension.name for extension in setup_py.extensions()] == ["torch_mqa_ops._C_cpu"]
+        reason = f"{name}={tmp_path} has no {part}"
+        assert capsys.readouterr().err.strip() == f"torch_mqa_ops: building for the CPU only ({reason})"
+        (tmp_path / part).parent.mkdir()
+        (tmp_path / part).touch()
+    assert setup_py.cuda_home() == (tmp_path, "")
+    shutil.rmtree(tmp_path / "include")
+    monkeypatch.setenv("MQA_CUDA", "1")
+    with pytest.raises(SystemExit, match=f"{name}={tmp_path} has no include/cuda_runtime.h"):
+        setup_py.extensions()
+
+
 def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     """Without nvcc: CPU only, said in one line; with MQA_CUDA=1 one sentence and no build."""
-    monkeypatch.setattr(setup_py, "cuda_home", lambda: None)
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: (None, "no nvcc was found"))
     monkeypatch.delenv("MQA_CUDA", raising=False)
     assert [extension.name for extension in setup_py.extensions()] == ["torch_mqa_ops._C_cpu"]
     assert capsys.readouterr().err.strip() == "torch_mqa_ops: building for the CPU only (no nvcc was found)"
     monkeypatch.setenv("MQA_CUDA", "1")
     with pytest.raises(SystemExit, match="no nvcc was found"):
         setup_py.extensions()
-    monkeypatch.setattr(setup_py, "cuda_home", lambda: Path("toolkit"))
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: (Path("toolkit"), ""))
     monkeypatch.setattr(setup_py, "cuda_mismatch", lambda home: "nvcc is of CUDA 12 and torch of CUDA 13.0")
     with pytest.raises(SystemExit, match=r"nvcc is of CUDA 12 and torch of CUDA 13\.0"):
         setup_py.extensions()
