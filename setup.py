@@ -6,6 +6,7 @@ choose its architectures ("9.0a;10.0", "90a 100", "8.0+PTX").
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -48,9 +49,18 @@ def parse_archs(text: str) -> list[tuple[str, bool]]:
     return archs
 
 
+def holder(home: Path, file: str, *folders: str) -> Path | None:
+    """The folder of a toolkit that holds the file; conda's headers and libraries lie in those of a target."""
+    target = "targets/" + ("sbsa" if platform.machine() == "aarch64" else platform.machine()) + "-linux"
+    places = [home / folder for folder in (*folders, f"{target}/{folders[-1]}")]
+    return next((place for place in places if (place / file).exists()), None)
+
+
 def lacking(home: Path) -> str | None:
     """What a toolkit needs for this build and has not got."""
-    return next((part for part in ("bin/nvcc", "include/cuda_runtime.h") if not (home / part).exists()), None)
+    if not (home / "bin/nvcc").exists():
+        return "bin/nvcc"
+    return None if holder(home, "cuda_runtime.h", "include") else "include/cuda_runtime.h"
 
 
 def cuda_home() -> tuple[Path | None, str]:
@@ -122,7 +132,7 @@ def extensions() -> list[cpp_extension.CppExtension]:
             "_C_cuda",
             CUDA_SOURCES + HOST_SOURCES,
             extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS + gencode_flags(home)},
-            library_dirs=[str(home / "lib64")],
+            library_dirs=[str(holder(home, "libcudart_static.a", "lib64", "lib") or home / "lib64")],
             libraries=["cudart_static", "dl", "rt", "pthread"],
             # libtorch pulls libtorch_cuda in at run time; it must be kept although a CPU build's resolves nothing here.
             extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"],

@@ -112,6 +112,21 @@ def test_named_toolkit(setup_py, tmp_path: Path, monkeypatch, capsys, name: str)
         setup_py.extensions()
 
 
+def test_conda_toolkit(setup_py, nvcc_stub: Path, monkeypatch) -> None:
+    """Headers and libraries in the folder of this machine's target, not of another."""
+    monkeypatch.setattr(setup_py.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_stub))
+    monkeypatch.setenv("MQA_CUDA", "1")
+    monkeypatch.setenv("MQA_CUDA_ARCHS", "90a")
+    for target in ("sbsa-linux", "x86_64-linux"):
+        assert setup_py.cuda_home()[0] is None
+        for name in ("include/cuda_runtime.h", "lib/libcudart_static.a"):
+            part = nvcc_stub / "targets" / target / name
+            part.parent.mkdir(parents=True)
+            part.touch()
+    assert setup_py.extensions()[1].library_dirs[0] == str(nvcc_stub / "targets/x86_64-linux/lib")
+
+
 def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     """Without nvcc: CPU only, said in one line; with MQA_CUDA=1 one sentence and no build."""
     monkeypatch.setattr(setup_py, "cuda_home", lambda: (None, "no nvcc was found"))
