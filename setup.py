@@ -151,6 +151,22 @@ class BuildExtension(cpp_extension.BuildExtension):
             for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
                 (folder / "torch_mqa_ops/_C_cuda.abi3.so").unlink(missing_ok=True)
 
+    def build_extensions(self):
+        # torch has ninja print whole commands. Their count and source are enough; what compilers say stays as it is.
+        progress = r"s,^(\[[0-9/]+\]) .* -c .*(csrc/[^ ']+)'? -o .*/torch_mqa_ops\.(_C_[a-z]+)/.*,\1 \3 \2,"
+        short = subprocess.Popen(["sed", "-u", "-E", "-e", progress, "-e", "/^ninja: no work/d"], stdin=subprocess.PIPE)
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(short.stdin.fileno(), 1)
+        try:
+            super().build_extensions()
+        except RuntimeError as error:
+            raise SystemExit(f"torch_mqa_ops: {error}") from None
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            short.communicate()
+
     def build_extension(self, ext):
         base, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
         # torch tells ninja which headers a .cu file includes only when it is itself a CUDA build.
