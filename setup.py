@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -144,6 +145,10 @@ def extensions() -> list[cpp_extension.CppExtension]:
 class BuildExtension(cpp_extension.BuildExtension):
     """Keeps the objects of the two libraries apart: both compile the host sources, each with its own flags."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # torch sees to it with ninja only; from times alone another switch is not seen
+
     def run(self):
         super().run()
         if len(self.extensions) == 1:
@@ -180,6 +185,8 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    # torch looks for ninja on PATH, which lacks that of an environment that is not activated.
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
     # Metadata commands need neither compilers nor their checks.
     metadata_only = bool({"egg_info", "sdist", "dist_info"} & set(sys.argv[1:2]))
     setup(
