@@ -10,7 +10,7 @@ RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 LIBRARY := torch_mqa_ops/_C_cpu.abi3.so
 
-.PHONY: demo test test-gpu bench lint format build wheel clean
+.PHONY: demo test test-gpu bench lint format build build-gpu wheel clean FORCE
 
 demo: build $(VENV)/.demo
 	@# Spinning OpenMP threads would slow a machine that does anything else down tenfold.
@@ -20,12 +20,10 @@ test: lint build $(VENV)/.test
 	$(RUN) -m pytest -q
 
 # The whole suite, GPU tests required, with the ambient Python and torch: no network, no lint.
-test-gpu: PYTHON_FOR_BUILD := $(PYTHON)
-test-gpu: $(LIBRARY)
+test-gpu: build-gpu
 	MQA_REQUIRE_CUDA=1 $(PYTHON) -m pytest -q
 
-bench: PYTHON_FOR_BUILD := $(PYTHON)
-bench: $(LIBRARY)
+bench: build-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_paged_logits.py
 
 lint: $(VENV)/.lint
@@ -39,19 +37,37 @@ format: $(VENV)/.lint
 	$(VENV)/bin/clang-format -i $(shell find csrc -type f)
 
 build: $(VENV)/.base
-	$(MAKE) --no-print-directory $(LIBRARY) PYTHON_FOR_BUILD=$(RUN)
+	$(MAKE) --no-print-directory $(LIBRARY) PYTHON=$(RUN)
 
+build-gpu:
+	$(MAKE) --no-print-directory $(LIBRARY) MQA_CUDA=1
+
+# What an earlier build left in build/lib would be packed too.
 wheel: $(VENV)/.test
+	rm -rf build/lib*
 	$(RUN) -m pip wheel --no-build-isolation --no-deps -w dist .
 
-# One build makes both libraries; this one is always made.
-PYTHON_FOR_BUILD ?= $(PYTHON)
+# One build makes both libraries; this one is always made. What was built with other switches is never up to date, nor,
+# where CUDA is demanded, what was built without it. Libraries without a record were carried here: they pass as plain.
+SWITCHES := MQA_CUDA=$(filter 0,$(MQA_CUDA)) architectures=$(or $(MQA_CUDA_ARCHS),$(TORCH_CUDA_ARCH_LIST))
+RECORD := build/switches
+BUILT := $(shell cat $(RECORD) 2>/dev/null || echo 'MQA_CUDA= architectures=$(TORCH_CUDA_ARCH_LIST)')
+ifneq ($(SWITCHES),$(BUILT))
+$(LIBRARY): FORCE
+else ifeq ($(MQA_CUDA)$(wildcard torch_mqa_ops/_C_cuda.*),1)
+$(LIBRARY): FORCE
+endif
+
 $(LIBRARY): $(SOURCES)
-	$(PYTHON_FOR_BUILD) setup.py --quiet build_ext --inplace
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	@echo '$(SWITCHES)' > $(RECORD)
 	@touch $@
 
 $(VENV)/.base:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
+	@# To an environment made from a virtual environment's Python, "system" is what lies under that: show its packages too.
+	$(PYTHON) -I -c 'import sys; print(*sys.path, sep="\n")' \
+	  > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
 	$(RUN) -c 'import sys, re, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11))' \
 	  2>/dev/null || $(RUN) -m pip install --quiet '$(TORCH)'
 	$(RUN) -m pip install --quiet 'setuptools>=77' ninja numpy
@@ -65,10 +81,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(RUN) -m pip install --quiet pytest expecttest matplotlib wheel
 	@touch $@
 
-# pyproject.toml pins the versions.
+# pyproject.toml pins the versions. What another environment already has of them would not be put into this one's bin.
 $(VENV)/.lint: $(VENV)/.base pyproject.toml
 	$(RUN) -c 'import re; print("\n".join(re.findall(r"\"((?:ruff|clang-format)==[^\"]+)\"", open("pyproject.toml").read())))' \
-	  | xargs $(RUN) -m pip install --quiet
+	  | xargs $(RUN) -m pip install --quiet --force-reinstall
 	@touch $@
 
 clean:

@@ -6,10 +6,12 @@ choose its architectures ("9.0a;10.0", "90a 100", "8.0+PTX").
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -29,7 +31,8 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 PREFIX = f"-ffile-prefix-map={ROOT}/="
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", PREFIX, TARGET]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-DUSE_CUDA", TARGET, "--Werror=all-warnings"]
-NVCC_FLAGS += [f"-Xcompiler=-fvisibility=hidden,-Wall,{PREFIX}"]
+# nvcc takes the inner quotes off; without them a space in the path would end the flag.
+NVCC_FLAGS += [f'-Xcompiler=-fvisibility=hidden,-Wall,"{PREFIX}"']
 
 
 def parse_archs(text: str) -> list[tuple[str, bool]]:
@@ -47,15 +50,30 @@ def parse_archs(text: str) -> list[tuple[str, bool]]:
     return archs
 
 
-def cuda_home() -> Path | None:
-    """The toolkit, by environment, usual place, then PATH (where nvcc may be a wrapper outside its toolkit)."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if nvcc := shutil.which("nvcc"):
-        homes.append(str(Path(nvcc).resolve().parent.parent))
-    for home in filter(None, homes):
-        if (Path(home) / "bin/nvcc").exists() and (Path(home) / "include/cuda_runtime.h").exists():
-            return Path(home)
-    return None
+def holder(home: Path, file: str, *folders: str) -> Path | None:
+    """The folder of a toolkit that holds the file; conda's headers and libraries lie in those of a target."""
+    target = "targets/" + ("sbsa" if platform.machine() == "aarch64" else platform.machine()) + "-linux"
+    places = [home / folder for folder in (*folders, f"{target}/{folders[-1]}")]
+    return next((place for place in places if (place / file).exists()), None)
+
+
+def lacking(home: Path) -> str | None:
+    """What a toolkit needs for this build and has not got."""
+    if not (home / "bin/nvcc").exists():
+        return "bin/nvcc"
+    return None if holder(home, "cuda_runtime.h", "include") else "include/cuda_runtime.h"
+
+
+def cuda_home() -> tuple[Path | None, str]:
+    """The toolkit that the environment names; if none, that in the usual place or of the nvcc on PATH (which may be a
+    wrapper outside its toolkit). And why there is none."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := os.environ.get(name):
+            part = lacking(Path(folder))
+            return (None, f"{name}={folder} has no {part}") if part else (Path(folder), "")
+    nvcc = shutil.which("nvcc")
+    homes = [Path("/usr/local/cuda"), *([Path(nvcc).resolve().parent.parent] if nvcc else [])]
+    return next((home for home in homes if not lacking(home)), None), "no nvcc with its headers was found"
 
 
 def cuda_mismatch(home: Path) -> str | None:
@@ -100,7 +118,7 @@ def extensions() -> list[cpp_extension.CppExtension]:
     wanted = os.environ.get("MQA_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"torch_mqa_ops: MQA_CUDA must be 0, 1 or unset, got {wanted!r}")
-    home, reason = (None, "MQA_CUDA=0") if wanted == "0" else (cuda_home(), "no nvcc was found")
+    home, reason = (None, "MQA_CUDA=0") if wanted == "0" else cuda_home()
     if home is not None and (mismatch := cuda_mismatch(home)):
         home, reason = None, mismatch
     if home is None:
@@ -115,7 +133,7 @@ def extensions() -> list[cpp_extension.CppExtension]:
             "_C_cuda",
             CUDA_SOURCES + HOST_SOURCES,
             extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS + gencode_flags(home)},
-            library_dirs=[str(home / "lib64")],
+            library_dirs=[str(holder(home, "libcudart_static.a", "lib64", "lib") or home / "lib64")],
             libraries=["cudart_static", "dl", "rt", "pthread"],
             # libtorch pulls libtorch_cuda in at run time; it must be kept although a CPU build's resolves nothing here.
             extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"],
@@ -126,6 +144,33 @@ def extensions() -> list[cpp_extension.CppExtension]:
 
 class BuildExtension(cpp_extension.BuildExtension):
     """Keeps the objects of the two libraries apart: both compile the host sources, each with its own flags."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # torch sees to it with ninja only; from times alone another switch is not seen
+
+    def run(self):
+        super().run()
+        if len(self.extensions) == 1:
+            # The CUDA library of an earlier build would be loaded, or packed, beside this one.
+            for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
+                (folder / "torch_mqa_ops/_C_cuda.abi3.so").unlink(missing_ok=True)
+
+    def build_extensions(self):
+        # torch has ninja print whole commands. Their count and source are enough; what compilers say stays as it is.
+        progress = r"s,^(\[[0-9/]+\]) .* -c .*(csrc/[^ ']+)'? -o .*/torch_mqa_ops\.(_C_[a-z]+)/.*,\1 \3 \2,"
+        short = subprocess.Popen(["sed", "-u", "-E", "-e", progress, "-e", "/^ninja: no work/d"], stdin=subprocess.PIPE)
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(short.stdin.fileno(), 1)
+        try:
+            super().build_extensions()
+        except RuntimeError as error:
+            raise SystemExit(f"torch_mqa_ops: {error}") from None
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            short.communicate()
 
     def build_extension(self, ext):
         base, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
@@ -140,6 +185,8 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    # torch looks for ninja on PATH, which lacks that of an environment that is not activated.
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
     # Metadata commands need neither compilers nor their checks.
     metadata_only = bool({"egg_info", "sdist", "dist_info"} & set(sys.argv[1:2]))
     setup(

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,22 +92,105 @@ def test_other_cuda_major(setup_py, tmp_path: Path, monkeypatch) -> None:
         assert setup_py.cuda_mismatch(tmp_path) == said
 
 
+@pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
+def test_named_toolkit(setup_py, tmp_path: Path, monkeypatch, capsys, name: str) -> None:
+    """The toolkit that the environment names is taken, or what it lacks is said; never another instead."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("MQA_CUDA", raising=False)
+    monkeypatch.setenv("CUDA_PATH", "/elsewhere")
+    monkeypatch.setenv(name, str(tmp_path))
+    for part in ("bin/nvcc", "include/cuda_runtime.h"):
+        assert [extension.name for extension in setup_py.extensions()] == ["torch_mqa_ops._C_cpu"]
+        reason = f"{name}={tmp_path} has no {part}"
+        assert capsys.readouterr().err.strip() == f"torch_mqa_ops: building for the CPU only ({reason})"
+        (tmp_path / part).parent.mkdir()
+        (tmp_path / part).touch()
+    assert setup_py.cuda_home() == (tmp_path, "")
+    shutil.rmtree(tmp_path / "include")
+    monkeypatch.setenv("MQA_CUDA", "1")
+    with pytest.raises(SystemExit, match=f"{name}={tmp_path} has no include/cuda_runtime.h"):
+        setup_py.extensions()
+
+
+def test_conda_toolkit(setup_py, nvcc_stub: Path, monkeypatch) -> None:
+    """Headers and libraries in the folder of this machine's target, not of another."""
+    monkeypatch.setattr(setup_py.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_stub))
+    monkeypatch.setenv("MQA_CUDA", "1")
+    monkeypatch.setenv("MQA_CUDA_ARCHS", "90a")
+    for target in ("sbsa-linux", "x86_64-linux"):
+        assert setup_py.cuda_home()[0] is None
+        for name in ("include/cuda_runtime.h", "lib/libcudart_static.a"):
+            part = nvcc_stub / "targets" / target / name
+            part.parent.mkdir(parents=True)
+            part.touch()
+    assert setup_py.extensions()[1].library_dirs[0] == str(nvcc_stub / "targets/x86_64-linux/lib")
+
+
 def test_cuda_switch(setup_py, monkeypatch, capsys) -> None:
     """Without nvcc: CPU only, said in one line; with MQA_CUDA=1 one sentence and no build."""
-    monkeypatch.setattr(setup_py, "cuda_home", lambda: None)
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: (None, "no nvcc was found"))
     monkeypatch.delenv("MQA_CUDA", raising=False)
     assert [extension.name for extension in setup_py.extensions()] == ["torch_mqa_ops._C_cpu"]
     assert capsys.readouterr().err.strip() == "torch_mqa_ops: building for the CPU only (no nvcc was found)"
     monkeypatch.setenv("MQA_CUDA", "1")
     with pytest.raises(SystemExit, match="no nvcc was found"):
         setup_py.extensions()
-    monkeypatch.setattr(setup_py, "cuda_home", lambda: Path("toolkit"))
+    monkeypatch.setattr(setup_py, "cuda_home", lambda: (Path("toolkit"), ""))
     monkeypatch.setattr(setup_py, "cuda_mismatch", lambda home: "nvcc is of CUDA 12 and torch of CUDA 13.0")
     with pytest.raises(SystemExit, match=r"nvcc is of CUDA 12 and torch of CUDA 13\.0"):
         setup_py.extensions()
     monkeypatch.setenv("MQA_CUDA", "yes")
     with pytest.raises(SystemExit, match="MQA_CUDA must be 0, 1 or unset"):
         setup_py.extensions()
+
+
+def test_make_knows_the_switches(tmp_path: Path) -> None:
+    """Other switches than the last build's are never up to date; libraries carried here without a record are."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("csrc", "build", "torch_mqa_ops"):
+        (tmp_path / name).mkdir()
+    for name in ("setup.py", "pyproject.toml", "torch_mqa_ops/_C_cpu.abi3.so", "torch_mqa_ops/_C_cuda.abi3.so"):
+        (tmp_path / name).touch()
+
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MQA_", "TORCH_", "MAKE"))}
+    make = ["make", "PYTHON=true", "torch_mqa_ops/_C_cpu.abi3.so"]
+
+    def up_to_date(**switches: str) -> bool:
+        run = subprocess.run([*make, "--question"], cwd=tmp_path, env=plain | switches, stdout=subprocess.DEVNULL)
+        assert run.returncode in (0, 1)
+        return run.returncode == 0
+
+    def build(**switches: str) -> None:
+        subprocess.run(make, cwd=tmp_path, env=plain | switches, check=True, stdout=subprocess.DEVNULL)
+
+    assert up_to_date() and up_to_date(MQA_CUDA="1") and up_to_date(TORCH_CUDA_ARCH_LIST="9.0")
+    assert not up_to_date(MQA_CUDA="0") and not up_to_date(MQA_CUDA_ARCHS="90a")
+    build(MQA_CUDA_ARCHS="90a 10.0;12.0+PTX")
+    assert up_to_date(MQA_CUDA_ARCHS="90a 10.0;12.0+PTX", TORCH_CUDA_ARCH_LIST="9.0") and not up_to_date()
+    build(MQA_CUDA="0")
+    assert up_to_date(MQA_CUDA="0") and not up_to_date() and not up_to_date(MQA_CUDA="1")
+    build()
+    assert up_to_date() and up_to_date(MQA_CUDA="1") and not up_to_date(TORCH_CUDA_ARCH_LIST="9.0")
+    (tmp_path / "torch_mqa_ops/_C_cuda.abi3.so").unlink()
+    assert up_to_date() and not up_to_date(MQA_CUDA="1")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("names", [["_C_cpu"], ["_C_cpu", "_C_cuda"]])
+def test_no_stale_cuda_library(setup_py, tmp_path: Path, monkeypatch, inplace: bool, names: list[str]) -> None:
+    monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", lambda self: None)
+    libraries = [folder / "torch_mqa_ops/_C_cuda.abi3.so" for folder in (tmp_path / "build/lib", tmp_path)]
+    for library in libraries:
+        library.parent.mkdir(parents=True)
+        library.touch()
+    command = setup_py.BuildExtension(setuptools.Distribution())
+    command.build_lib, command.inplace, command.extensions = str(tmp_path / "build/lib"), inplace, names
+    command.run()
+    assert [library.exists() for library in libraries] == [len(names) > 1, len(names) > 1 or not inplace]
 
 
 SMOKE = """
@@ -128,7 +212,7 @@ print(torch_mqa_ops.__file__)
 def test_wheel(tmp_path: Path) -> None:
     """One wheel for every Python from 3.10 on: its files, its tag, and that it works where nothing else of ours is."""
     # From a copy without build leftovers, which would be packed too.
-    source = tmp_path / "source"
+    source = tmp_path / "a source"
     for folder in ("csrc", "meta", "torch_mqa_ops"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
