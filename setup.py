@@ -22,7 +22,12 @@ ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "80 89 90a 100 120"
 HOST_SOURCES = ["csrc/common/check.cpp", "csrc/paged_logits/host.cpp", "csrc/quantize/host.cpp"]
 CPU_SOURCES = ["csrc/schema.cpp", "csrc/paged_logits/cpu.cpp", "csrc/quantize/cpu.cpp"]
-CUDA_SOURCES = ["csrc/paged_logits/cuda.cu", "csrc/quantize/cuda.cu"]
+CUDA_SOURCES = [
+    "csrc/paged_logits/cuda.cu",
+    "csrc/paged_logits/hopper.cu",
+    "csrc/paged_logits/schedule.cu",
+    "csrc/quantize/cuda.cu",
+]
 HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in (ROOT / "csrc").rglob(f"*.{suffix}"))
 
 # The oldest torch that a binary built here loads on (2.11).
@@ -99,7 +104,9 @@ def gencode_flags(home: Path) -> list[str]:
             if demanded:
                 raise SystemExit(f"torch_mqa_ops: this nvcc knows {sorted(known, key=int)}, not architecture {arch}")
             continue
-        flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+        # sm_90 code runs on 9.0 alone, as sm_90a code does, which may use all that the chip has.
+        exact = "90a" if arch == "90" else arch
+        flags.append(f"-gencode=arch=compute_{exact},code=sm_{exact}")
         if ptx:
             flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
     if not flags:

@@ -70,7 +70,7 @@ def test_which_architectures(setup_py, nvcc_stub: Path, monkeypatch) -> None:
         "-gencode=arch=compute_80,code=compute_80",
     ]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0 12.0")
-    assert setup_py.gencode_flags(nvcc_stub) == ["-gencode=arch=compute_90,code=sm_90"]
+    assert setup_py.gencode_flags(nvcc_stub) == ["-gencode=arch=compute_90a,code=sm_90a"]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 7.5")
     with pytest.raises(SystemExit, match=r"no architecture of '7.0 7.5'"):
         setup_py.gencode_flags(nvcc_stub)

@@ -16,6 +16,7 @@ struct KernelFacts {
   int multiprocessors;
   int dynamic_shared_limit;  // bytes a block may ask for at launch
   int ptx_version;           // architecture the loaded code was written for: 10 x major + minor
+  int binary_version;        // and the one it was compiled for
 };
 
 // Facts about `kernel` on the current device, which is `device`. The first call loads the kernel into the device's
@@ -34,6 +35,7 @@ const KernelFacts& kernel_facts(int device) {
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device));
     found.dynamic_shared_limit = opt_in - static_cast<int>(attributes.sharedSizeBytes);
     found.ptx_version = attributes.ptxVersion;
+    found.binary_version = attributes.binaryVersion;
     STD_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, found.dynamic_shared_limit));
   });

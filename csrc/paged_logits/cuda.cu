@@ -2,9 +2,10 @@
 #include <algorithm>
 
 #include "device/launch.h"
+#include "paged_logits/hopper.h"
 #include "paged_logits/host.h"
 #include "paged_logits/portable_fp8.cuh"
-#include "paged_logits/schedule.cuh"
+#include "paged_logits/schedule.h"
 
 namespace mqa::paged_logits {
 namespace {
@@ -29,6 +30,7 @@ void run_logits(const LogitsParams& p, const Tensor& anchor) {
   if (p.batch == 0 || p.max_seq_len == 0) return;
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
+  if (launch_hopper(p, anchor, device)) return;
   switch (p.head_dim) {
     case 32: return launch_portable<32>(p, device);
     case 64: return launch_portable<64>(p, device);
@@ -39,9 +41,7 @@ void run_logits(const LogitsParams& p, const Tensor& anchor) {
 void run_schedule(const ScheduleParams& p, const Tensor& anchor) {
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int64_t warps = std::clamp<int64_t>((p.lengths.batch + kWarpThreads - 1) / kWarpThreads, 1, kMaxWarps);
-  schedule_kernel<<<1, static_cast<unsigned>(warps * kWarpThreads), 0, device::current_stream(device)>>>(p);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_schedule(p, device);
 }
 
 }  // namespace

@@ -76,7 +76,9 @@ struct Split {
   __host__ __device__
 #endif
   Split(int64_t total, int64_t workers)
-      : base(total / workers), extra(total % workers) {
+      // 32-bit division is several times faster on a GPU.
+      : base(total <= UINT32_MAX ? static_cast<uint32_t>(total) / static_cast<uint32_t>(workers) : total / workers),
+        extra(total - base * workers) {
   }
 
   // The unit (counted over all requests) at which worker i starts.

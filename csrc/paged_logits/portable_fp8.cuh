@@ -19,7 +19,7 @@
 #include "device/float_types.cuh"
 #include "device/mma.cuh"
 #include "paged_logits/portable_config.h"
-#include "paged_logits/schedule.cuh"
+#include "paged_logits/rows.cuh"
 
 namespace mqa::paged_logits {
 
@@ -86,59 +86,22 @@ __device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* tok
 #endif
 }
 
-// The limit of row (request, slot): columns below it are live.
-__device__ __forceinline__ int row_limit(const LogitsParams& p, int request, int slot) {
-  const int64_t limit = p.lengths_per_slot ? load_length(p.lengths, request, slot)
-                                           : load_length(p.lengths, request, 0) - p.next_n + slot + 1;
-  return static_cast<int>(min(max(limit, int64_t{0}), p.capacity));
-}
-
-__device__ __forceinline__ int request_limit(const LogitsParams& p, int request) {
-  return static_cast<int>(min(request_length(p.lengths, request), p.capacity));
-}
-
 // The tiles that one warp scores, in order: for each request of the worker's range and each pass over its slots, every
 // warps-th tile. All lanes hold the same values.
-struct TileWalk {
-  Position end;
-  int request, pass, tile, limit;
-  int first_tile, last_tile;  // of this request, last excluded
+struct TileWalk : RequestWalk<kTileTokens> {
+  int pass, tile;
 
-  __device__ bool in_range(int candidate) const {
-    return candidate < end.request || (candidate == end.request && end.unit > 0);
-  }
-  __device__ bool done() const { return !in_range(request); }
-
-  __device__ void enter(const LogitsParams& p, int first_unit, int warp) {
-    limit = done() ? 0 : request_limit(p, request);
-    first_tile = first_unit * kTilesPerUnit;
-    last_tile = static_cast<int>((int64_t{limit} + kTileTokens - 1) / kTileTokens);
-    if (request == end.request) last_tile = min(last_tile, end.unit * kTilesPerUnit);
-    pass = 0;
-    tile = first_tile + warp;
-  }
-
-  // Moves on to the next request with anything to score; the lanes look at 32 at a time, since padded batches have long
-  // runs of empty ones.
-  __device__ void next_request(const LogitsParams& p, int warp) {
-    ++request;
-    while (!done()) {
-      const int candidate = request + static_cast<int>(threadIdx.x) % kWarpThreads;
-      const unsigned found = __ballot_sync(~0u, in_range(candidate) && request_limit(p, candidate) > 0);
-      request += found != 0 ? __ffs(found) - 1 : kWarpThreads;
-      if (found != 0) break;
-    }
-    enter(p, 0, warp);
-  }
+  __device__ TileWalk(const LogitsParams& p, Position begin, Position last)
+      : RequestWalk(p, begin, last, kTilesPerUnit), pass(0), tile(0) {}
 
   // Moves on to a tile of this warp, if there is one.
   __device__ void settle(const LogitsParams& p, int passes, int warp) {
     while (!done() && tile >= last_tile) {
-      if (first_tile < last_tile && ++pass < passes) {
-        tile = first_tile + warp;
-      } else {
-        next_request(p, warp);
+      if (first_tile >= last_tile || ++pass >= passes) {
+        next_request(p);
+        pass = 0;
       }
+      tile = first_tile + warp;
     }
   }
 };
@@ -350,17 +313,14 @@ struct PortableKernel {
 
   // The walk from `begin` up to `end`, which the whole block makes together.
   __device__ void score_range(Position begin, Position end) {
-    TileWalk ahead{end};
-    ahead.request = begin.request;
-    ahead.enter(p, begin.unit, warp);
+    TileWalk ahead(p, begin, end);
+    ahead.tile = ahead.first_tile + warp;
     ahead.settle(p, plan.passes, warp);
     load_pages(ahead);
     for (int stage = 0; stage < plan.stages; ++stage) fetch(ahead, stage);
 
     int stage = 0;
-    TileWalk walk{end};
-    walk.request = begin.request;
-    for (walk.enter(p, begin.unit, warp); !walk.done(); walk.next_request(p, warp)) {
+    for (TileWalk walk(p, begin, end); !walk.done(); walk.next_request(p)) {
       if (walk.first_tile >= walk.last_tile) continue;
       for (int first_slot = 0; first_slot < p.next_n; first_slot += plan.slots) {
         const int slots = min(plan.slots, static_cast<int>(p.next_n) - first_slot);
@@ -379,23 +339,6 @@ struct PortableKernel {
       }
     }
     device::wait_copies<0>();
-  }
-
-  // Columns that no scored tile covers, for clean_logits; rows are dealt out in pieces over all warps of the grid.
-  __device__ void fill_dead_columns() const {
-    constexpr int64_t kPiece = 1024;
-    const int64_t pieces = (p.max_seq_len + kPiece - 1) / kPiece;
-    const int64_t all_warps = int64_t{gridDim.x} * warps;
-    for (int64_t item = int64_t{blockIdx.x} * warps + warp; item < p.batch * p.next_n * pieces; item += all_warps) {
-      const int64_t row = item / pieces;
-      const int64_t limit = request_limit(p, static_cast<int>(row / p.next_n));
-      const int64_t scored = (limit + kTileTokens - 1) / kTileTokens * kTileTokens;
-      const int64_t first = item % pieces * kPiece;
-      const int64_t last = min(first + kPiece, p.max_seq_len);
-      for (int64_t column = max(first, scored) + lane; column < last; column += kWarpThreads) {
-        device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
-      }
-    }
   }
 };
 
@@ -424,7 +367,10 @@ __global__ void __launch_bounds__(kPortableMaxWarps* kWarpThreads, 1)
     kernel.score_range(begin, end);
     __syncthreads();  // before the next worker's starts replace these
   }
-  if (p.clean) kernel.fill_dead_columns();
+  if (p.clean) {
+    fill_dead_columns<kTileTokens>(p, int64_t{blockIdx.x} * kernel.warps + kernel.warp,
+                                   int64_t{gridDim.x} * kernel.warps);
+  }
 }
 
 }  // namespace mqa::paged_logits

@@ -22,6 +22,7 @@ __device__ __forceinline__ int64_t load_length(const Lengths& lengths, int64_t r
 // The longest of a request's lengths, not below 0.
 __device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request) {
   int64_t longest = 0;
+#pragma unroll 1
   for (int64_t slot = 0; slot < lengths.slots; ++slot) longest = max(longest, load_length(lengths, request, slot));
   return longest;
 }
@@ -90,6 +91,51 @@ __device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int
   }
 }
 
+// Where a worker starts and ends.
+struct Run {
+  Position begin, end;
+};
+
+// The same for one worker of a small batch, found by one warp alone; all units together fit an int.
+template <typename Units>
+__device__ Run find_run(int batch, int workers, int worker, const Units& units) {
+  const int lane = threadIdx.x % kWarpThreads;
+  const int length = (batch + kWarpThreads - 1) / kWarpThreads;
+  const int first_request = min(batch, lane * length);
+  const int last_request = min(batch, first_request + length);
+  int own = 0;
+#pragma unroll 4
+  for (int request = first_request; request < last_request; ++request) own += units(request);
+  int inclusive = own;
+#pragma unroll
+  for (int offset = 1; offset < kWarpThreads; offset *= 2) {
+    const int below = __shfl_up_sync(~0u, inclusive, offset);
+    if (lane >= offset) inclusive += below;
+  }
+  const unsigned total = __shfl_sync(~0u, inclusive, kWarpThreads - 1);
+  const int base = static_cast<int>(total / workers);
+  const int extra = static_cast<int>(total - base * workers);
+
+  Position starts[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int unit = (worker + i) * base + min(worker + i, extra);
+    const unsigned owner = __ballot_sync(~0u, inclusive - own <= unit && unit < inclusive);
+    Position found{batch, 0};
+    if (owner != 0) {
+      found = {first_request, unit - (inclusive - own)};
+      if (length > 1 && owner == 1u << lane) {
+#pragma unroll 1
+        for (int count = units(found.request); found.unit >= count; count = units(++found.request)) found.unit -= count;
+      }
+      found.request = __shfl_sync(~0u, found.request, __ffs(owner) - 1);
+      found.unit = __shfl_sync(~0u, found.unit, __ffs(owner) - 1);
+    }
+    starts[i] = found;
+  }
+  return {starts[0], starts[1]};
+}
+
 // Row i of a schedule as a position; contents may be anything.
 __device__ __forceinline__ Position load_start(const int32_t* schedule, int64_t i, int64_t workers, int batch) {
   if (i == 0) return {0, 0};
@@ -99,22 +145,6 @@ __device__ __forceinline__ Position load_start(const int32_t* schedule, int64_t 
   if (request < 0) return {0, 0};
   if (request >= batch) return {batch, 0};
   return {request, min(max(unit, 0), kMaxUnits)};
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// kernel: the schedule as a tensor
-// ---------------------------------------------------------------------------------------------------------------------
-
-__global__ void schedule_kernel(const ScheduleParams p) {
-  __shared__ ScanStorage storage;
-  worker_starts(
-      p.lengths.batch, p.workers, 0, p.workers,
-      [&](int64_t request) { return units_of(request_length(p.lengths, request)); },
-      [&](int64_t i, Position start) {
-        p.out[2 * i] = start.request;
-        p.out[2 * i + 1] = start.unit;
-      },
-      storage);
 }
 
 }  // namespace mqa::paged_logits

@@ -1,0 +1,107 @@
+// wgmma, the matrix instruction of sm_90a: four warps multiply 64 rows of A by N columns of B, both e4m3 with K
+// contiguous in swizzled shared memory, K = 32 per instruction, into float32 registers. Warp w of the four has rows 16
+// w to 16 w + 15; with g = lane / 4 and c = lane % 4 a lane's d[4 j + i] is row g + 8 (i / 2), column 8 j + 2 c + i
+// % 2.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+
+namespace mqa::device {
+
+// A matrix in shared memory whose rows are kRowBytes (32, 64 or 128) long and swizzled as the copy engine does: 16-byte
+// chunks within a row change places by the row's number. It is aligned to eight rows; `step` of 32 bytes along K.
+struct MatrixDescriptor {
+  uint32_t low;  // the high word is a constant
+
+  __device__ explicit MatrixDescriptor(uint32_t start) : low(start >> 4 | 1u << 16) {}
+
+  template <int kRowBytes>
+  __device__ __forceinline__ uint64_t at(int step) const {
+    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+    constexpr uint64_t kEightRows = 8 * kRowBytes / 16;
+    return uint64_t{low + 2 * step} | kEightRows << 32 | kSwizzle << 62;
+  }
+};
+
+// The address bits that the swizzle of kRowBytes-long rows inverts at byte `offset` of a matrix.
+template <int kRowBytes>
+__host__ __device__ constexpr int swizzle(int offset) {
+  return offset ^ (offset >> 7 & (kRowBytes / 16 - 1)) << 4;
+}
+
+// Orders this warp's accesses to accumulators and operands before the matrix instructions that follow.
+__device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `Newer` of the committed groups are still under way.
+template <int Newer>
+__device__ __forceinline__ void matrix_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Newer) : "memory");
+}
+
+// A group of four warps gives registers back to the block's pool, or waits for more of them.
+template <int Count>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// Keeps the compiler from moving accesses to accumulators across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define MQA_ACCUMULATORS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MQA_ACCUMULATORS_8(i) MQA_ACCUMULATORS_4(i), MQA_ACCUMULATORS_4(i + 4)
+#define MQA_ACCUMULATORS_16(i) MQA_ACCUMULATORS_8(i), MQA_ACCUMULATORS_8(i + 8)
+#define MQA_ACCUMULATORS_32(i) MQA_ACCUMULATORS_16(i), MQA_ACCUMULATORS_16(i + 16)
+#define MQA_ACCUMULATORS_64(i) MQA_ACCUMULATORS_32(i), MQA_ACCUMULATORS_32(i + 32)
+#define MQA_MULTIPLY(N, COUNT, REGISTERS, A, B, ADD)                                                   \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" ADD                                            \
+               ", 0;\n"                                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS "}, %" A ", %" B \
+               ", add, 1, 1;\n}"                                                                       \
+               : MQA_ACCUMULATORS_##COUNT(0)                                                           \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+
+// d (+)= A B for the first 4 * kColumns / 8 accumulators.
+template <int kColumns, int kCount>
+__device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+  static_assert(kColumns / 2 <= kCount, "too few accumulators");
+  if constexpr (kColumns == 8) {
+    MQA_MULTIPLY(8, 4, "%0, %1, %2, %3", "4", "5", "6");
+  } else if constexpr (kColumns == 16) {
+    MQA_MULTIPLY(16, 8, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10");
+  } else if constexpr (kColumns == 32) {
+    MQA_MULTIPLY(32, 16, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16", "17", "18");
+  } else if constexpr (kColumns == 64) {
+    MQA_MULTIPLY(64, 32,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                 "32", "33", "34");
+  } else if constexpr (kColumns == 128) {
+    MQA_MULTIPLY(128, 64,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+                 "64", "65", "66");
+  } else {
+    static_assert(kColumns == 8, "no such instruction here");
+  }
+}
+
+#undef MQA_MULTIPLY
+#undef MQA_ACCUMULATORS_4
+#undef MQA_ACCUMULATORS_8
+#undef MQA_ACCUMULATORS_16
+#undef MQA_ACCUMULATORS_32
+#undef MQA_ACCUMULATORS_64
+
+}  // namespace mqa::device

@@ -1,0 +1,129 @@
+// The Hopper kernel's launch: tensor maps, shared memory, split of the work.
+#include "paged_logits/hopper.h"
+
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
+#include "device/launch.h"
+#include "paged_logits/hopper_config.h"
+#include "paged_logits/hopper_fp8.cuh"
+#include "paged_logits/schedule.h"
+
+namespace mqa::paged_logits {
+namespace {
+
+PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    STD_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+#else
+    STD_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+#endif
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+  }();
+  return function;
+}
+
+// Describes a tensor of bytes, innermost dimension first, to be fetched in boxes swizzled by their innermost size;
+// false where that is not possible.
+template <int kRank>
+bool describe(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[kRank],
+              const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+  cuuint32_t steps[kRank];
+  std::fill_n(steps, kRank, 1);
+  const CUtensorMapSwizzle swizzle = box[0] == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                    : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(data), sizes, strides, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+cuuint64_t unsigned_size(int64_t size) { return static_cast<cuuint64_t>(size); }
+
+bool describe_keys(CUtensorMap& map, const LogitsParams& p) {
+  // The stride of a single block is free to be anything.
+  const int64_t block_stride =
+      p.cache.num_blocks > 1 ? p.cache.block_stride : align_up(static_cast<int>(p.cache.block_size * p.head_dim), 16);
+  const auto head_dim = static_cast<cuuint32_t>(p.head_dim);
+  return describe<3>(map, p.cache.data,
+                     {head_dim, unsigned_size(p.cache.block_size), unsigned_size(p.cache.num_blocks)},
+                     {head_dim, unsigned_size(block_stride)},
+                     {head_dim, static_cast<cuuint32_t>(std::min<int64_t>(p.cache.block_size, kHopperTileTokens)), 1});
+}
+
+bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
+  const int64_t slot_bytes = p.heads * p.head_dim;
+  const int64_t slot_stride = p.next_n > 1 ? p.q_slot_stride : slot_bytes;
+  const int64_t batch_stride = p.batch > 1 ? p.q_batch_stride : p.next_n * slot_bytes;
+  const auto head_dim = static_cast<cuuint32_t>(p.head_dim);
+  return describe<4>(map, p.q, {head_dim, unsigned_size(p.heads), unsigned_size(p.next_n), unsigned_size(p.batch)},
+                     {head_dim, unsigned_size(slot_stride), unsigned_size(batch_stride)},
+                     {head_dim, static_cast<cuuint32_t>(p.heads), 1, 1});
+}
+
+template <int kHeadDim, int kHeads>
+bool launch(LogitsParams& p, const Tensor& anchor, int device) {
+  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads>;
+  const device::KernelFacts& facts = device::kernel_facts<kernel>(device);
+  // Code that was compiled from older PTX on the spot has no Hopper kernel in it.
+  if (facts.binary_version != 90 || facts.ptx_version != 90 || p.cache.num_blocks == 0) return false;
+  HopperPlan plan = hopper_plan(static_cast<int>(p.next_n), kHeads, kHeadDim, facts.dynamic_shared_limit);
+  CUtensorMap keys, queries{};
+  if (plan.stages == 0 || !describe_keys(keys, p)) return false;
+  plan.query_boxes = describe_queries(queries, p);
+
+  // Small batches are split in the kernel, by tiles instead of units: finer, and no slower than reading a schedule.
+  constexpr int64_t kMaxSplitBatch = 1024;
+  const int64_t tiles = (p.capacity + kHopperTileTokens - 1) / kHopperTileTokens;
+  Tensor scratch;
+  if (p.batch <= kMaxSplitBatch && p.batch * tiles <= INT32_MAX) {
+    p.schedule = nullptr;
+  } else if (p.schedule == nullptr) {
+    p.workers = facts.multiprocessors;
+    scratch = torch::stable::new_empty(anchor, {p.workers + 1, 2}, ScalarType::Int);
+    auto* schedule = scratch.mutable_data_ptr<int32_t>();
+    launch_schedule({p.lengths, p.workers, schedule}, device);
+    p.schedule = schedule;
+  }
+
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(facts.multiprocessors));
+  config.blockDim = dim3(kHopperThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+  config.stream = device::current_stream(device);
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, keys, queries, plan));
+  return true;
+}
+
+template <int kHeadDim>
+bool launch_for_heads(LogitsParams& p, const Tensor& anchor, int device) {
+  switch (p.heads) {
+    case 8: return launch<kHeadDim, 8>(p, anchor, device);
+    case 16: return launch<kHeadDim, 16>(p, anchor, device);
+    case 32: return launch<kHeadDim, 32>(p, anchor, device);
+    case 64: return launch<kHeadDim, 64>(p, anchor, device);
+    default: return launch<kHeadDim, 128>(p, anchor, device);
+  }
+}
+
+}  // namespace
+
+bool launch_hopper(LogitsParams p, const Tensor& anchor, int device) {
+  switch (p.head_dim) {
+    case 32: return launch_for_heads<32>(p, anchor, device);
+    case 64: return launch_for_heads<64>(p, anchor, device);
+    default: return launch_for_heads<128>(p, anchor, device);
+  }
+}
+
+}  // namespace mqa::paged_logits
