@@ -258,12 +258,12 @@ def precompile_paged_mqa_logits(
     lens = torch.zeros(1, dtype=torch.int32, device=wanted)
     table = torch.zeros(1, 1, dtype=torch.int32, device=wanted)
     _schedule(lens, _num_workers(lens.device))
-    # Kernels differ by H and D, and the most slots that there may be take another one again.
+    # Kernels differ by H and D; a pool without blocks takes the one that serves wherever another may not.
     for head_dim in (32, 64, 128):
-        cache = torch.zeros(1, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)
-        for next_n, heads in ((1, 8), (1, 16), (1, 32), (1, 64), (1, 128), (16, 128)):
-            q = torch.zeros(1, next_n, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
-            _fp8_logits(q, cache, torch.zeros(next_n, heads, device=wanted), table, lens, 1)
+        for blocks, heads in ((1, 8), (1, 16), (1, 32), (1, 64), (1, 128), (0, 128)):
+            q = torch.zeros(1, 1, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
+            cache = torch.zeros(blocks, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)
+            _fp8_logits(q, cache, torch.zeros(1, heads, device=wanted), table, lens, 1)
 
 
 def _num_workers(device: torch.device) -> int:

@@ -23,6 +23,15 @@ constexpr int kMaxSlots = 16;
 // Deep enough that a burst can wait for its stages while every group has its next tile under way: the oldest tile may
 // wait for the other groups to release a query.
 constexpr int kMinStages = kBurst + kConsumerGroups;
+constexpr int kMaxStages = 24;  // more in flight do not read faster
+
+// A stage belongs to one group, whose warps must see every phase of its barriers.
+static_assert(kMinStages % kConsumerGroups == 0 && kMaxStages % kConsumerGroups == 0, "a stage belongs to one group");
+static_assert(kJobs + 1 >= kConsumerGroups, "each group may have its next tile in a request of its own");
+// What the compiler gives a thread of so large a block, in steps of 8, is all that there is to hand round.
+static_assert(kGroupThreads * (kConsumerGroups * kConsumerRegisters + kHelperRegisters) <=
+                  kHopperThreads * (65536 / kHopperThreads / 8 * 8),
+              "raising the registers would wait for ever");
 
 // What consumers must know of a tile, 16 bytes.
 struct TileInfo {
@@ -66,10 +75,8 @@ constexpr HopperPlan hopper_plan_with(int next_n, int heads, int head_dim, int s
   return plan;
 }
 
-// The most stages that fit; two query stages where they leave enough of them; .stages is 0 where not even one does. A
-// stage belongs to one group: its warps must see every phase of its barriers.
+// The most stages that fit; two query stages where they leave enough of them; .stages is 0 where not even one does.
 constexpr HopperPlan hopper_plan(int next_n, int heads, int head_dim, int shared_limit) {
-  constexpr int kMaxStages = 24;  // more in flight do not read faster
   for (int query_stages = 2; query_stages >= 1; --query_stages) {
     for (int stages = kMaxStages; stages >= kMinStages; stages -= kConsumerGroups) {
       const HopperPlan plan = hopper_plan_with(next_n, heads, head_dim, stages, query_stages);

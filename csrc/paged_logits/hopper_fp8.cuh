@@ -140,6 +140,7 @@ struct HopperKernel {
   __device__ void post_job(int sequence, int request) const {
     const int slot = sequence % kJobs;
     device::wait(job_empty(slot), (sequence / kJobs & 1) ^ 1);
+    __syncwarp();  // once lane 0 has arrived, the barrier may move on under a lane that still waits
     if (lane == 0) {
       device::store_shared(job(slot), request);
       device::arrive(job_full(slot));
@@ -197,6 +198,7 @@ struct HopperKernel {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
           device::wait(empty(ring.stage), ring.parity);
+          __syncwarp();  // as in post_job
           if (lane == 0) {
             const unsigned tile_present = all_present >> (i << parts_shift) & tile_parts;
             device::store_shared(info(ring.stage),
@@ -491,7 +493,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
 
   if (threadIdx.x == 0) {
     device::prefetch_map(&keys);
-    device::prefetch_map(&queries);
+    if (plan.query_boxes) device::prefetch_map(&queries);
   }
   kernel.init_barriers();
   kernel.prefetch_small_inputs();
@@ -514,6 +516,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         if (p.clean) fill_dead_columns<kHopperTileTokens>(p, blockIdx.x, gridDim.x);
     }
   }
+#else
+  __trap();  // launch() in hopper.cu lets only sm_90a code through
 #endif
 }
 

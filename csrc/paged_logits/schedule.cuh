@@ -124,9 +124,14 @@ __device__ Run find_run(int batch, int workers, int worker, const Units& units) 
     Position found{batch, 0};
     if (owner != 0) {
       found = {first_request, unit - (inclusive - own)};
-      if (length > 1 && owner == 1u << lane) {
+      if (owner == 1u << lane) {
+        // Bounded by the run, not by what the lengths say now: they may have changed.
 #pragma unroll 1
-        for (int count = units(found.request); found.unit >= count; count = units(++found.request)) found.unit -= count;
+        for (; found.request + 1 < last_request; ++found.request) {
+          const int count = units(found.request);
+          if (found.unit < count) break;
+          found.unit -= count;
+        }
       }
       found.request = __shfl_sync(~0u, found.request, __ffs(owner) - 1);
       found.unit = __shfl_sync(~0u, found.unit, __ffs(owner) - 1);
