@@ -25,7 +25,7 @@ def choice_text(values) -> str:
 
 def check_dtype(op: str, name: str, dtype: torch.dtype, *allowed: torch.dtype) -> None:
     names = choice_text(dtype_name(value) for value in allowed)
-    require(op, dtype in allowed, lambda: f"{name} must have dtype {names}, got {dtype_name(dtype)}")
+    require(op, dtype in allowed, lambda: f"{name} must be {names}, got {dtype_name(dtype)}")
 
 
 def check_rank(op: str, name: str, tensor: torch.Tensor, rank: int, shape: str) -> None:

@@ -127,7 +127,7 @@ def test_aot_package_needs_only_the_shared_library(device, tmp_path):
 
 @pytest.mark.xfail(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    strict=False,
+    run=False,  # making the package takes minutes where compilers are slow
     reason="older AOTInductor runtimes pass a ScalarType by another enum than they read it with",
 )
 def test_aot_package_with_another_dtype(tmp_path):

@@ -51,7 +51,7 @@ inline void check_dtype(const char* op, const char* name, ScalarType dtype, std:
   for (const ScalarType candidate : allowed) {
     if (dtype == candidate) return;
   }
-  refuse(op, name, " must have dtype ", choice_text(allowed, dtype_name), ", got ", dtype_name(dtype));
+  refuse(op, name, " must be ", choice_text(allowed, dtype_name), ", got ", dtype_name(dtype));
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor,
