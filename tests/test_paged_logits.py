@@ -175,6 +175,19 @@ def test_large_batches_and_contexts(next_n: int) -> None:
         check(paged_case(next_n=next_n, lengths=batch, device="cuda", seed=next_n), clean_logits=True)
 
 
+@pytest.mark.parametrize("batch", [33, 1025, 1500])
+def test_many_requests(batch: int, device: str) -> None:
+    """Many for each worker, most of them short, some empty; kernels split batches over 1,024 by a schedule."""
+    gen = torch.Generator().manual_seed(batch)
+    lengths = torch.randint(0, 200, (batch,), generator=gen) * (torch.rand(batch, generator=gen) > 0.2)
+    case = paged_case(heads=8, head_dim=32, lengths=lengths.tolist(), device=device)
+    expected = check(case, clean_logits=True)
+    garbage = torch.randint(-3, batch + 3, (133, 2), dtype=torch.int32, generator=gen).to(device)
+    for schedule in (mqa.compute_paged_mqa_logits_schedule(case["seq_lens"]), garbage, garbage[:2]):
+        result = score(case, clean_logits=True, schedule_meta=schedule)
+        assert same_bits(result, expected, torch.ones_like(result, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("shift", [1, 2, 4, 8])
 def test_unaligned_query(device: str, shift: int) -> None:
     check(paged_case(next_n=2, q_shift=shift, device=device))
