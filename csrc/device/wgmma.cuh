@@ -1,7 +1,7 @@
 // wgmma, the matrix instruction of sm_90a: four warps multiply 64 rows of A by N columns of B, both e4m3 with K
-// contiguous in swizzled shared memory, K = 32 per instruction, into float32 registers. Warp w of the four has rows 16
-// w to 16 w + 15; with g = lane / 4 and c = lane % 4 a lane's d[4 j + i] is row g + 8 (i / 2), column 8 j + 2 c + i
-// % 2.
+// contiguous in swizzled shared memory, K = 32 per instruction, into float32 registers. Warp w of the four has the 16
+// rows from 16 w on. With g = lane / 4 and c = lane % 4, a lane's d[4 j + i] is row g + 8 (i / 2) of these and column
+// 8 j + 2 c + i % 2.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct MatrixDescriptor {
   }
 };
 
-// The address bits that the swizzle of kRowBytes-long rows inverts at byte `offset` of a matrix.
+// Where the swizzle of kRowBytes-long rows puts byte `offset` of a matrix.
 template <int kRowBytes>
 __host__ __device__ constexpr int swizzle(int offset) {
   return offset ^ (offset >> 7 & (kRowBytes / 16 - 1)) << 4;

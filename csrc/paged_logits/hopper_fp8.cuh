@@ -18,7 +18,7 @@
 // feel); scales ahead of values, or every tile of a burst waits for all of it; 32-bit shared addresses that the
 // compiler cannot rebuild; no unrolled loops on the way to the first copy. What did not: two slots per instruction
 // without overlap, three groups with more registers, a second producer, clusters of 8 (half of them do not fit at
-// once), two blocks per multiprocessor, three to eight waves of smaller blocks.
+// once), two blocks per multiprocessor in one to eight waves.
 //
 // Bits: a score depends on its own q, K, scale and weights alone; tiles and slots only move about.
 #pragma once
@@ -32,6 +32,7 @@
 #include "paged_logits/rows.cuh"
 
 namespace mqa::paged_logits {
+
 // The stage of a ring that a role has reached, and the parity of its barriers' phase.
 struct RingPosition {
   int stage, parity;
