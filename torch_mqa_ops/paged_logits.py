@@ -109,8 +109,9 @@ def fp8_paged_mqa_logits(
     As with any torch op, nothing else may write the inputs, or read or write ``out``, while the kernel runs (from
     another stream, say): what a concurrent writer touches has unspecified values.
 
-    Sums are float32, but on Hopper GPUs the products of q and K are added up by the fp8 matrix unit, which keeps about
-    13 bits: the relative error of all scores together is near 1e-4 there, and below 1e-6 elsewhere.
+    Sums are float32, but where the Hopper kernel serves (see the README) the products of q and K are added up by the
+    fp8 matrix unit, which keeps about 13 bits: the relative error of all scores together is near 1e-4 there, and below
+    1e-6 elsewhere.
 
     On the CPU the products are torch's float32 matmul, so ``torch.set_float32_matmul_precision`` applies to them.
 
