@@ -259,12 +259,13 @@ def precompile_paged_mqa_logits(
     lens = torch.zeros(1, dtype=torch.int32, device=wanted)
     table = torch.zeros(1, 1, dtype=torch.int32, device=wanted)
     _schedule(lens, _num_workers(lens.device))
-    # Kernels differ by H and D; a pool without blocks takes the one that serves wherever another may not.
+    # Kernels differ by H, D and n; a pool without blocks takes the one that serves wherever another may not.
     for head_dim in (32, 64, 128):
-        for blocks, heads in ((1, 8), (1, 16), (1, 32), (1, 64), (1, 128), (0, 128)):
-            q = torch.zeros(1, 1, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
+        shapes = [(1, next_n, heads) for next_n in (1, 2, 4, 5) for heads in (8, 16, 32, 64, 128)]
+        for blocks, next_n, heads in (*shapes, (0, 1, 128)):
+            q = torch.zeros(1, next_n, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
             cache = torch.zeros(blocks, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)
-            _fp8_logits(q, cache, torch.zeros(1, heads, device=wanted), table, lens, 1)
+            _fp8_logits(q, cache, torch.zeros(next_n, heads, device=wanted), table, lens, 1)
 
 
 def _num_workers(device: torch.device) -> int:

@@ -25,9 +25,9 @@ __device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
 
 __device__ __forceinline__ float load_float(const void* data, FloatType type, int64_t index) {
   switch (type) {
-    case FloatType::kBFloat16: return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(data) + index));
-    case FloatType::kFloat16: return __half2float(__ldg(static_cast<const __half*>(data) + index));
-    default: return __ldg(static_cast<const float*>(data) + index);
+    case FloatType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+    case FloatType::kFloat16: return __half2float(static_cast<const __half*>(data)[index]);
+    default: return static_cast<const float*>(data)[index];
   }
 }
 
@@ -39,11 +39,11 @@ __device__ __forceinline__ void store_float(void* data, FloatType type, int64_t 
   }
 }
 
-// Loads (of memory that the kernel does not write) and stores of `Vector` (uint2, uint4, float4) at an address that
+// Loads and stores of `Vector` (uint2, uint4, float4) at an address that
 // callers' views may have left unaligned.
 template <typename Vector>
 __device__ __forceinline__ Vector load_any(const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) == 0) return __ldg(static_cast<const Vector*>(address));
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) == 0) return *static_cast<const Vector*>(address);
   Vector value;
   for (int i = 0; i < static_cast<int>(sizeof(Vector)); ++i) {
     reinterpret_cast<uint8_t*>(&value)[i] = static_cast<const uint8_t*>(address)[i];

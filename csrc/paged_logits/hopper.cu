@@ -39,7 +39,7 @@ bool describe(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[kRan
                                      : box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                     : CU_TENSOR_MAP_SWIZZLE_32B;
   return encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(data), sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -66,22 +66,26 @@ bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
                      {head_dim, static_cast<cuuint32_t>(p.heads), 1, 1});
 }
 
-template <int kHeadDim, int kHeads>
+template <int kHeadDim, int kHeads, int kSlots, int kGroups>
 bool launch(LogitsParams& p, const Tensor& anchor, int device) {
-  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads>;
+  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads, kSlots, kGroups>;
+  constexpr int kTeamBlocks = HopperTeam<kGroups>::kBlocks;
   const device::KernelFacts& facts = device::kernel_facts<kernel>(device);
   // Code that was compiled from older PTX on the spot has no Hopper kernel in it.
   if (facts.binary_version != 90 || facts.ptx_version != 90 || p.cache.num_blocks == 0) return false;
-  HopperPlan plan = hopper_plan(static_cast<int>(p.next_n), kHeads, kHeadDim, facts.dynamic_shared_limit);
+  constexpr int kReservedShared = 1024;  // by the system, of each block
+  const int shared_limit = (facts.dynamic_shared_limit + kReservedShared) / kTeamBlocks - kReservedShared;
+  const int slots = align_up(static_cast<int>(p.next_n), kSlots);
+  HopperPlan plan = hopper_plan(slots, kHeads, kHeadDim, kGroups, shared_limit);
   CUtensorMap keys, queries{};
   if (plan.stages == 0 || !describe_keys(keys, p)) return false;
   plan.query_boxes = describe_queries(queries, p);
 
   // Small batches are split in the kernel, by tiles instead of units: finer, and no slower than reading a schedule.
   constexpr int64_t kMaxSplitBatch = 1024;
-  const int64_t tiles = (p.capacity + kHopperTileTokens - 1) / kHopperTileTokens;
+  const int64_t tiles = p.batch * ((p.capacity + kHopperTileTokens - 1) / kHopperTileTokens);
   Tensor scratch;
-  if (p.batch <= kMaxSplitBatch && p.batch * tiles <= INT32_MAX) {
+  if (p.batch <= kMaxSplitBatch && tiles <= INT32_MAX) {
     p.schedule = nullptr;
   } else if (p.schedule == nullptr) {
     p.workers = facts.multiprocessors;
@@ -91,12 +95,15 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
     p.schedule = schedule;
   }
 
+  // Where two blocks fit, the second place is worth more to the next kernel, unless there is much to do in this one.
+  constexpr int64_t kManyTiles = 256;  // at most, per multiprocessor
+  const bool fill = tiles > kManyTiles * facts.multiprocessors;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(facts.multiprocessors));
-  config.blockDim = dim3(kHopperThreads);
+  config.gridDim = dim3(static_cast<unsigned>(facts.multiprocessors * (fill ? kTeamBlocks : 1)));
+  config.blockDim = dim3((kGroups + 1) * kGroupThreads);
   config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = device::current_stream(device);
   config.attrs = &overlap;
@@ -105,14 +112,28 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   return true;
 }
 
+// The most slots of at most four whose heads are at most 128 columns; the fewest groups that do.
+template <int kHeadDim, int kHeads>
+bool launch_for_slots(LogitsParams& p, const Tensor& anchor, int device) {
+  constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
+  if (p.next_n == 1) return launch<kHeadDim, kHeads, 1, kHeads <= 64 ? 2 : 3>(p, anchor, device);
+  if constexpr (kHeads == 32) {
+    if (p.next_n == 2) return launch<kHeadDim, kHeads, 2, 2>(p, anchor, device);
+  }
+  if constexpr (kMost > 1) {
+    if (p.next_n <= kMost) return launch<kHeadDim, kHeads, kMost, kHeads * kMost <= 64 ? 2 : 3>(p, anchor, device);
+  }
+  return launch<kHeadDim, kHeads, kMost, 4>(p, anchor, device);
+}
+
 template <int kHeadDim>
 bool launch_for_heads(LogitsParams& p, const Tensor& anchor, int device) {
   switch (p.heads) {
-    case 8: return launch<kHeadDim, 8>(p, anchor, device);
-    case 16: return launch<kHeadDim, 16>(p, anchor, device);
-    case 32: return launch<kHeadDim, 32>(p, anchor, device);
-    case 64: return launch<kHeadDim, 64>(p, anchor, device);
-    default: return launch<kHeadDim, 128>(p, anchor, device);
+    case 8: return launch_for_slots<kHeadDim, 8>(p, anchor, device);
+    case 16: return launch_for_slots<kHeadDim, 16>(p, anchor, device);
+    case 32: return launch_for_slots<kHeadDim, 32>(p, anchor, device);
+    case 64: return launch_for_slots<kHeadDim, 64>(p, anchor, device);
+    default: return launch_for_slots<kHeadDim, 128>(p, anchor, device);
   }
 }
 

@@ -1,24 +1,32 @@
 // FP8 paged logits on Hopper (sm_90a), for every shape whose queries fit in shared memory.
 //
-// One block per multiprocessor takes an equal run of the tiles of 64 tokens of all requests. A producer warp walks the
-// run and fetches K by bulk tensor copies (one box per page and tile, swizzled for the matrix unit) and the tokens'
-// scales by bulk copies into a ring of stages; two more warps fetch each request's q and weights one request ahead.
-// Groups of four warps score a tile each: wgmma with K as the row operand (64 tokens) and one query slot's heads as
-// columns, both from shared memory, then the sum over heads in registers: two operations per product, two shuffles.
-// With several slots the products of one overlap the sums of the one before; all slots share one read of K.
+// One block per multiprocessor (or two) takes an equal run of the tiles of 64 tokens of all requests. A producer warp
+// walks the run and fetches K by bulk tensor copies (one box per page and tile, swizzled for the matrix unit) and the
+// tokens' scales by bulk copies into a ring of stages; two more warps fetch each request's q and weights one request
+// ahead. Groups of four warps score tiles: wgmma with K as the row operand (64 tokens) and the heads of one, two or
+// four query slots as columns, both from shared memory, then the sum over heads in registers: two operations per
+// product. All slots share one read of K.
 //
-// The host asks for programmatic dependent launch: a block's set-up overlaps the end of the kernel in front.
+// The host asks for programmatic dependent launch: a block's set-up overlaps the end of the kernel in front, and all of
+// that kernel where the two fit a multiprocessor together.
+//
+// What bounds it: up to 64 columns the read of K. From 128 on the sums and the matrix unit, which compete for the
+// register file: an operation on an accumulator takes about twice as long while products are under way.
 //
 // Only the producer looks at lengths to find its way, and hands the rest what it found: whatever is written to the
 // inputs meanwhile, nobody waits for a tile that does not come.
 //
 // Accuracy: the fp8 matrix unit aligns the 32 products of a step to the largest and keeps about 13 bits.
 //
-// What paid: starting the copies of several tiles from as many lanes (four; eight start later, which small batches
-// feel); scales ahead of values, or every tile of a burst waits for all of it; 32-bit shared addresses that the
-// compiler cannot rebuild; no unrolled loops on the way to the first copy. What did not: two slots per instruction
-// without overlap, three groups with more registers, a second producer, clusters of 8 (half of them do not fit at
-// once), two blocks per multiprocessor in one to eight waves.
+// What paid: a short way from tile to tile in the producer, which one warp can only just keep up with (each of a
+// burst's stages waited for by its own lane); K marked to leave the L2 cache first, and no promotion of its reads;
+// starting the copies of four tiles from as many lanes (eight start later, which small batches feel); scales ahead of
+// values, or every tile of a burst waits for all of it; addresses and bounds that the compiler cannot rebuild per tile;
+// jobs, so that a consumer reads nothing about a tile before its products. What did not: products of the next tile
+// started before the sums of one (two sets of accumulators; more warps hide as much), all heads of a slot per
+// instruction instead of 128 columns, reading K's first tiles into the L2 cache ahead of the kernel in front, a second
+// producer, clusters of 8 (half of them do not fit at once), more blocks than fit at once, handing out the last tiles
+// by an atomic counter (a chunk of four takes its block 2 us to find).
 //
 // Bits: a score depends on its own q, K, scale and weights alone; tiles and slots only move about.
 #pragma once
@@ -46,12 +54,17 @@ struct RingPosition {
   }
 };
 
-template <int kHeadDim, int kHeads>
+// kSlots: query slots that a matrix instruction takes together, a set; the columns are their heads. With fewer than
+// four groups there is one set: the groups take turns at the tiles, and a lane holds its weights in registers.
+template <int kHeadDim, int kHeads, int kSlots, int kGroups>
 struct HopperKernel {
   static constexpr int kTileBytes = kHopperTileTokens * kHeadDim;
-  static constexpr int kAccumulators = kHeads / 2;           // per thread: a tile's scores under one slot
-  static constexpr int kBuffers = kHeads <= 64 ? 2 : 1;      // sets of accumulators that the registers hold
-  static constexpr int kWeightVectors = (kHeads + 15) / 16;  // of 16 bytes, per slot and lane of a quad
+  static constexpr int kColumns = kSlots * kHeads;
+  static constexpr int kAccumulators = kColumns / 2;            // per thread
+  static constexpr int kWeightVectors = (kHeads + 15) / 16;     // of 16 bytes, per slot and lane of a quad
+  static constexpr int kResults = kSlots > 1 ? kSlots / 2 : 1;  // that a lane stores
+  static constexpr bool kOneSet = kGroups < 4;
+  static constexpr int kHeldWeights = kOneSet ? kHeads / 4 : 1;  // per slot
 
   const LogitsParams& p;
   const CUtensorMap& keys;     // [blocks][S][D]
@@ -59,6 +72,9 @@ struct HopperKernel {
   const HopperPlan& plan;
   uint32_t shared;
   int lane;
+  int sets;
+  // Groups that take turns at one set; the sets of a group are set_step apart.
+  int turns, set_step;
 
   __device__ HopperKernel(const LogitsParams& params, const CUtensorMap& key_map, const CUtensorMap& query_map,
                           const HopperPlan& launch, const uint8_t* memory)
@@ -67,18 +83,22 @@ struct HopperKernel {
         queries(query_map),
         plan(launch),
         shared(device::shared_address(memory)),
-        lane(static_cast<int>(threadIdx.x) % kWarpThreads) {}
+        lane(static_cast<int>(threadIdx.x) % kWarpThreads),
+        sets(kOneSet ? 1 : static_cast<int>(params.next_n + kSlots - 1) / kSlots),
+        turns(sets <= 2 ? kGroups / sets : 1),
+        set_step(kGroups / turns) {}
 
   __device__ uint32_t values(int stage) const { return shared + stage * kTileBytes; }
   __device__ uint32_t scales(int stage) const { return shared + plan.scales + stage * (kHopperTileTokens * 4); }
-  __device__ uint32_t info(int stage) const { return shared + plan.infos + stage * static_cast<int>(sizeof(TileInfo)); }
+  __device__ uint32_t absent(int stage) const { return shared + plan.absent + stage * 4; }  // bit per page of the tile
   __device__ uint32_t query(int stage) const { return shared + plan.queries + stage * plan.query_bytes; }
   // [slots][kWeightVectors][4 lanes of a quad][16 bytes]: the weights of a lane's columns, halved: relu_twice doubles.
   __device__ uint32_t weights(int stage) const {
-    return shared + plan.weights + stage * static_cast<int>(p.next_n) * (kWeightVectors * 64);
+    return shared + plan.weights + stage * sets * kSlots * (kWeightVectors * 64);
   }
   __device__ uint32_t limits(int stage) const { return shared + plan.limits + stage * (kMaxSlots * 4); }
-  __device__ uint32_t job(int slot) const { return shared + plan.jobs + slot * 4; }
+  __device__ uint32_t job(int slot) const { return shared + plan.jobs + slot * 16; }
+  __device__ uint32_t query_job(int stage) const { return job(kJobs + stage); }
 
   __device__ uint32_t full(int stage) const { return shared + plan.barriers + stage * 8; }
   __device__ uint32_t empty(int stage) const { return full(plan.stages + stage); }
@@ -94,10 +114,10 @@ struct HopperKernel {
     const int i = static_cast<int>(threadIdx.x);
     if (i < plan.stages) {
       device::init_barrier(full(i), 1);
-      device::init_barrier(empty(i), kGroupWarps);
+      device::init_barrier(empty(i), kGroups / turns * kGroupWarps);
     } else if (i >= 128 && i < 128 + plan.query_stages) {
       device::init_barrier(query_full(i - 128), kLoaderThreads);
-      device::init_barrier(query_empty(i - 128), kConsumerGroups * kGroupWarps);
+      device::init_barrier(query_empty(i - 128), kGroups * kGroupWarps);
     } else if (i >= 256 && i < 256 + kJobs) {
       device::init_barrier(job_full(i - 256), 1);
       device::init_barrier(job_empty(i - 256), kLoaderThreads);
@@ -105,8 +125,8 @@ struct HopperKernel {
     device::fence_barrier_init();
   }
 
-  // Lengths, block tables and queries of small batches, a line per thread of the whole grid: they will be needed one
-  // after the other, and may then come from the L2 cache.
+  // Lengths, block tables, queries and weights of small batches, a line per thread of the whole grid: they will be
+  // needed one after the other, and may then come from the L2 cache.
   __device__ void prefetch_small_inputs() const {
     if (p.capacity == 0) return;  // there may be no block table
     constexpr int kLine = 128;
@@ -117,127 +137,129 @@ struct HopperKernel {
     prefetch(p.lengths.data, ((p.batch - 1) * p.lengths.batch_stride + 1) * 4);
     prefetch(p.block_tables, ((p.batch - 1) * p.table_stride + p.table_width) * 4);
     prefetch(p.q, (p.batch - 1) * p.q_batch_stride + kHeads * kHeadDim);
+    const int weight_bytes = p.weights_type == FloatType::kFloat32 ? 4 : 2;
+    prefetch(p.weights, ((p.batch * p.next_n - 1) * p.weights_stride + kHeads) * weight_bytes);
   }
 
   // -------------------------------------------------------------------------------------------------------------------
   // producer
   // -------------------------------------------------------------------------------------------------------------------
 
-  __device__ Run own_run() const {
-    const int batch = static_cast<int>(p.batch);
-    if (p.schedule == nullptr) {
-      return find_run(batch, gridDim.x, blockIdx.x, [&](int request) {
-        return static_cast<int>((static_cast<unsigned>(request_limit(p, request)) + kHopperTileTokens - 1) /
-                                kHopperTileTokens);
-      });
-    }
-    const auto start = [&](int64_t block) {
-      return load_start(p.schedule, block * p.workers / gridDim.x, p.workers, batch);
-    };
-    return {start(blockIdx.x), start(blockIdx.x + 1)};
-  }
-
-  // Hands a request to the loaders; -1 sends them home.
-  __device__ void post_job(int sequence, int request) const {
+  // Hands a job to the loaders, which hand it to the consumers with its query.
+  __device__ void post_job(int sequence, Job next) const {
     const int slot = sequence % kJobs;
     device::wait(job_empty(slot), (sequence / kJobs & 1) ^ 1);
     __syncwarp();  // once lane 0 has arrived, the barrier may move on under a lane that still waits
     if (lane == 0) {
-      device::store_shared(job(slot), request);
+      device::store_shared(job(slot), int4{next.request, next.first_tile, next.tiles, 0});
       device::arrive(job_full(slot));
     }
   }
 
-  // Table entry `column` of a request, or -1 where no live position needs it.
-  __device__ int load_page(int request, int column, int limit) const {
-    if (int64_t{column} << p.cache.block_shift >= limit) return -1;
-    return __ldg(p.block_tables + request * p.table_stride + column);
-  }
+  // Where the producer is: the ring's next stage, and jobs posted.
+  struct Progress {
+    RingPosition ring;
+    int jobs;
+  };
 
-  __device__ void produce() const {
-    const Run run = own_run();
-    const int tiles_per_unit = p.schedule == nullptr ? 1 : kUnitTokens / kHopperTileTokens;
-    const int block_shift = p.cache.block_shift;
-    const int part_shift = min(block_shift, 6);  // a part is what a tile has of a page
-    const int part_tokens = 1 << part_shift;
-    const int parts_shift = 6 - part_shift;
-    const int part_bytes = part_tokens * (kHeadDim + static_cast<int>(sizeof(float)));
-    const unsigned tile_parts = (1u << (1 << parts_shift)) - 1;
-    // A lane starts the copies of one part of one of the burst's tiles.
-    const int part = lane & ((1 << parts_shift) - 1);
-    const int own_tile = lane >> parts_shift;
+  // A burst's worth of a request's tiles, `count` from `first` on. A lane starts the copies of what one of the tiles
+  // has of one page, a part.
+  struct Parts {
+    int block_shift, part_shift;  // log2 of a page's and of a part's tokens
+    int part, tile;               // this lane's part, of this tile of the burst
 
-    RingPosition ring{0, 1};
-    int sequence = -1;
-    for (RequestWalk<kHopperTileTokens> walk(p, run.begin, run.end, tiles_per_unit); !walk.done();
-         walk.next_request(p)) {
+    __device__ Parts(int page_shift, int lane)
+        : block_shift(page_shift),
+          part_shift(min(page_shift, 6)),
+          part(lane & ((1 << (6 - part_shift)) - 1)),
+          tile(lane >> (6 - part_shift)) {}
+    __device__ int tokens() const { return 1 << part_shift; }
+    // Of the burst's parts, a bit each, those of this lane's tile.
+    __device__ unsigned of_tile(unsigned parts) const {
+      return parts >> (tile << (6 - part_shift)) & ((1u << (1 << (6 - part_shift))) - 1);
+    }
+  };
+
+  __device__ void produce_run(RequestWalk<kHopperTileTokens> walk, Progress& at) const {
+    const Parts own(p.cache.block_shift, lane);
+    const int part_bytes = own.tokens() * (kHeadDim + static_cast<int>(sizeof(float)));
+    const auto num_blocks = static_cast<unsigned>(min(p.cache.num_blocks, int64_t{INT32_MAX}));
+    const uint64_t policy = device::evict_first();
+    const auto page_of = [&](int tile) { return static_cast<int>(tile * 64u >> own.block_shift); };
+
+    for (; !walk.done(); walk.next_request(p)) {
       if (walk.first_tile >= walk.last_tile) continue;
-      post_job(++sequence, walk.request);
       // Each lane holds an entry of two windows of the table: 32 from `window` on, and the 32 after those.
-      int window = static_cast<int>(int64_t{walk.first_tile} * kHopperTileTokens >> block_shift);
-      int pages = load_page(walk.request, window + lane, walk.limit);
-      int next_pages = load_page(walk.request, window + kWarpThreads + lane, walk.limit);
+      const int32_t* table = p.block_tables + walk.request * p.table_stride;
+      const int live_pages = static_cast<int>((walk.limit + (1u << own.block_shift) - 1) >> own.block_shift);
+      const auto load_page = [&](int column) { return column < live_pages ? table[column] : -1; };
+      int window = page_of(walk.first_tile);
+      int pages = load_page(window + lane);
+      int next_pages = load_page(window + kWarpThreads + lane);
+      post_job(at.jobs++, {walk.request, walk.first_tile, walk.last_tile - walk.first_tile});
 #pragma unroll 1
       for (int first = walk.first_tile; first < walk.last_tile; first += kBurst) {
         const int count = min(kBurst, walk.last_tile - first);
-        const int64_t token = int64_t{first + own_tile} * kHopperTileTokens + part * part_tokens;
-        const int entry = static_cast<int>(token >> block_shift) - window;
+        const unsigned token = (first + own.tile) * 64u + own.part * own.tokens();
+        const int entry = static_cast<int>(token >> own.block_shift) - window;
         int page = __shfl_sync(~0u, pages, entry);
-        if (__any_sync(~0u, own_tile < count && entry >= kWarpThreads)) {
+        if (__any_sync(~0u, own.tile < count && entry >= kWarpThreads)) {
           const int later_page = __shfl_sync(~0u, next_pages, entry);
           if (entry >= kWarpThreads) page = later_page;
         }
-        if (static_cast<int>(int64_t{first + kBurst} * kHopperTileTokens >> block_shift) - window >= kWarpThreads) {
+        if (page_of(first + kBurst) - window >= kWarpThreads) {
           window += kWarpThreads;
           pages = next_pages;
-          next_pages = load_page(walk.request, window + kWarpThreads + lane, walk.limit);
+          next_pages = load_page(window + kWarpThreads + lane);
         }
-        const bool present = own_tile < count && page >= 0 && page < p.cache.num_blocks;
+        const bool present = own.tile < count && static_cast<unsigned>(page) < num_blocks;
         const unsigned all_present = __ballot_sync(~0u, present);
-        RingPosition mine = ring;
-        mine.advance(own_tile, plan.stages);
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-          device::wait(empty(ring.stage), ring.parity);
-          __syncwarp();  // as in post_job
-          if (lane == 0) {
-            const unsigned tile_present = all_present >> (i << parts_shift) & tile_parts;
-            device::store_shared(info(ring.stage),
-                                 int4{walk.request, first + i, sequence, static_cast<int>(~tile_present)});
-            device::arrive_expecting(full(ring.stage), __popc(tile_present) * part_bytes);
-          }
-          ring.advance(1, plan.stages);
+        RingPosition mine = at.ring;
+        mine.advance(own.tile, plan.stages);
+        if (own.part == 0 && own.tile < count) {
+          const unsigned tile_present = own.of_tile(all_present);
+          device::wait(empty(mine.stage), mine.parity);
+          device::store_shared(absent(mine.stage), static_cast<int>(~tile_present));
+          device::arrive_expecting(full(mine.stage), __popc(tile_present) * part_bytes);
         }
-        __syncwarp();
+        at.ring.advance(count, plan.stages);
+        __syncwarp();  // no lane may wait while others start copies
         if (present) {
           const int in_block = static_cast<int>(token) & (static_cast<int>(p.cache.block_size) - 1);
+          const int in_tile = own.part * own.tokens();
           const uint8_t* page_scales = p.cache.data + page * p.cache.block_stride + p.cache.block_size * kHeadDim;
           // The copies are served in order: behind the values, the first tile's scales would wait for all of them.
-          device::copy_bulk(scales(mine.stage) + part * part_tokens * 4, page_scales + in_block * 4, part_tokens * 4,
-                            full(mine.stage));
-          device::copy_box(values(mine.stage) + part * part_tokens * kHeadDim, &keys, 0, in_block, page,
-                           full(mine.stage));
+          device::copy_bulk(scales(mine.stage) + in_tile * 4, page_scales + in_block * 4, own.tokens() * 4,
+                            full(mine.stage), policy);
+          device::copy_box(values(mine.stage) + in_tile * kHeadDim, &keys, 0, in_block, page, full(mine.stage), policy);
         }
         __syncwarp();
       }
     }
-    post_job(sequence + 1, -1);
-#pragma unroll 1
-    for (int group = 0; group < kConsumerGroups; ++group) {
-      device::wait(empty(ring.stage), ring.parity);
-      if (lane == 0) {
-        device::store_shared(info(ring.stage), int4{-1, 0, sequence, 0});
-        device::arrive(full(ring.stage));
-      }
-      ring.advance(1, plan.stages);
+  }
+
+  __device__ void produce() const {
+    Progress at{{0, 1}, 0};
+    if (p.schedule == nullptr) {
+      const TileMap<kHopperTileTokens> map(p);
+      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+      const int base = static_cast<int>(static_cast<unsigned>(map.total) / gridDim.x);
+      const int extra = map.total - base * blocks;
+      produce_run(map.walk(p, block * base + min(block, extra), base + (block < extra ? 1 : 0)), at);
+    } else {
+      const auto start = [&](int64_t block) {
+        return load_start(p.schedule, block * p.workers / gridDim.x, p.workers, static_cast<int>(p.batch));
+      };
+      produce_run({p, start(blockIdx.x), start(blockIdx.x + 1), kUnitTokens / kHopperTileTokens}, at);
     }
+    post_job(at.jobs, {-1, 0, -1});
   }
 
   // -------------------------------------------------------------------------------------------------------------------
   // loaders
   // -------------------------------------------------------------------------------------------------------------------
 
-  // load(request, stage) for each of the producer's jobs.
+  // load(job, stage) for each of the producer's jobs.
   template <typename Load>
   __device__ void serve_jobs(const Load& load) const {
     RingPosition ring{0, 1};
@@ -245,13 +267,13 @@ struct HopperKernel {
     for (int sequence = 0;; ++sequence) {
       const int slot = sequence % kJobs;
       device::wait(job_full(slot), sequence / kJobs & 1);
-      const int request = device::load_shared_int(job(slot));
+      const int4 words = device::load_shared_int4(job(slot));
       device::arrive(job_empty(slot));
-      if (request < 0) return;
       device::wait(query_empty(ring.stage), ring.parity);
-      load(request, ring.stage);
+      load(Job{words.x, words.y, words.z}, ring.stage);
       device::fence_async_proxy();
       device::arrive(query_full(ring.stage));
+      if (words.z < 0) return;
       ring.advance(1, plan.query_stages);
     }
   }
@@ -259,7 +281,9 @@ struct HopperKernel {
   __device__ void load_queries() const {
     constexpr int kSlotBytes = kHeads * kHeadDim;
     const int next_n = static_cast<int>(p.next_n);
-    serve_jobs([&](int request, int stage) {
+    serve_jobs([&](const Job& next, int stage) {
+      if (next.tiles < 0) return;
+      const int request = next.request;
       if (plan.query_boxes) {
         if (lane == 0) {
           device::expect(query_full(stage), next_n * kSlotBytes);
@@ -297,7 +321,10 @@ struct HopperKernel {
   }
 
   __device__ void load_weights() const {
-    serve_jobs([&](int request, int stage) {
+    serve_jobs([&](const Job& next, int stage) {
+      if (lane == 0) device::store_shared(query_job(stage), int4{next.request, next.first_tile, next.tiles, 0});
+      if (next.tiles < 0) return;
+      const int request = next.request;
       if (lane < p.next_n) device::store_shared(limits(stage) + lane * 4, row_limit(p, request, lane));
       switch (p.weights_type) {
         case FloatType::kBFloat16: return load_weights_as<FloatType::kBFloat16>(request, weights(stage));
@@ -308,31 +335,65 @@ struct HopperKernel {
   }
 
   // -------------------------------------------------------------------------------------------------------------------
-  // consumers: groups of four warps that score every kConsumerGroups-th tile
+  // consumers: groups of four warps. Those of one set take turns at the tiles.
   // -------------------------------------------------------------------------------------------------------------------
 
-  // What a lane must know of the tile at hand.
-  struct Tile {
-    uint32_t values;
-    uint32_t query, weights, limits;  // of slot 0
-    int stage;
-    unsigned column;  // of the token whose score this lane stores
-    uint8_t* out;     // where, for slot 0
-    int64_t slot_bytes;
-    float scale;
-    bool absent;
+  // What a lane must know of a request and a set: it stores the scores of one token for kResults slots, number
+  // 2 k + (lane >> 1 & 1) of the set.
+  struct Rows {
+    uint32_t weights;
+    float held_weights[kSlots][kHeldWeights];
+    uint8_t* out[kResults];    // of the token in the request's first tile
+    unsigned limit[kResults];  // columns below it are live,
+    unsigned bound[kResults];  // below this they are written
   };
 
-  __device__ void start(float (&scores)[kAccumulators], const Tile& tile, int slot) const {
-    const device::MatrixDescriptor tokens(tile.values);
-    const device::MatrixDescriptor heads(tile.query + slot * (kHeads * kHeadDim));
+  // The weights of a lane's columns among 16 heads.
+  __device__ static int4 load_weight_vector(const Rows& rows, int slot, int vector) {
+    return device::load_shared_int4(rows.weights + (slot * kWeightVectors + vector) * 64);
+  }
+
+  __device__ void load_rows(Rows& rows, int request, int query_stage, int set, int token) const {
+    rows.weights = weights(query_stage) + set * kSlots * (kWeightVectors * 64) + lane % 4 * 16;
+    if constexpr (kOneSet) {
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+        for (int vector = 0; vector < kWeightVectors; ++vector) {
+          const int4 bits = load_weight_vector(rows, slot, vector);
+          const int words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+          for (int i = 0; i < min(4, kHeldWeights); ++i) {
+            rows.held_weights[slot][4 * vector + i] = __int_as_float(words[i]);
+          }
+        }
+      }
+    }
+    const int out_bytes = p.out_type == FloatType::kFloat32 ? 4 : 2;
+#pragma unroll
+    for (int k = 0; k < kResults; ++k) {
+      const int slot = set * kSlots + 2 * k + (kSlots > 1 ? lane >> 1 & 1 : 0);
+      const bool stores = slot < p.next_n && (kSlots > 1 || !(lane & 2));
+      const auto limit = static_cast<unsigned>(device::load_shared_int(limits(query_stage) + slot * 4));
+      rows.limit[k] = limit;
+      rows.bound[k] = !stores ? 0 : p.clean ? static_cast<unsigned>(p.max_seq_len) : limit;
+      rows.out[k] = static_cast<uint8_t*>(p.out) + ((request * p.next_n + slot) * p.out_stride + token) * out_bytes;
+      // Opaque to the compiler, which would else compute them anew for every tile.
+      asm volatile("" : "+l"(rows.out[k]), "+r"(rows.bound[k]));
+    }
+  }
+
+  __device__ void multiply(float (&scores)[kAccumulators], uint32_t tile_values, uint32_t set_queries) const {
+    const device::MatrixDescriptor tokens(tile_values);
+    const device::MatrixDescriptor heads(set_queries);
     device::pin(scores);
     device::matrix_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 32; ++k) {
-      device::multiply<kHeads>(scores, tokens.at<kHeadDim>(k), heads.at<kHeadDim>(k), k > 0);
+      device::multiply<kColumns>(scores, tokens.at<kHeadDim>(k), heads.at<kHeadDim>(k), k > 0);
     }
     device::matrix_commit();
+    device::matrix_wait<0>();
     device::pin(scores);
   }
 
@@ -340,157 +401,132 @@ struct HopperKernel {
   // rows is far from overflow.
   __device__ static float relu_twice(float x) { return x + fabsf(x); }
 
-  // A slot's sums over heads, reduced over pairs of lanes: of token g + 8 in odd lanes, of token g in even ones. The
-  // other half is in the lane whose number differs in bit 1.
-  __device__ float half_sum(const float (&scores)[kAccumulators], const Tile& tile, int slot) const {
-    const uint32_t slot_weights = tile.weights + slot * (kWeightVectors * 64);
-    float sums[4] = {0.f, 0.f, 0.f, 0.f};  // even and odd columns of token g, then of token g + 8
+  // What a lane must know of the tile at hand.
+  struct Tile {
+    unsigned number;  // in the request
+    unsigned column;  // of the lane's token
+    bool absent;
+    float scale;
+  };
+
+  // Sums over heads, in a lane and over the lanes of a quad; then the stores.
+  __device__ void sum_and_store(const float (&scores)[kAccumulators], const Tile& tile, const Rows& rows,
+                                unsigned tile_bytes) const {
+    const bool odd = lane & 1;
+    const bool upper = lane & 2;
+    float halves[kSlots];  // of token g + 8 in odd lanes, of token g in even ones; the rest is two lanes away
 #pragma unroll
-    for (int vector = 0; vector < kWeightVectors; ++vector) {
-      const int4 bits = device::load_shared_int4(slot_weights + vector * 64);
-      const float w[4] = {__int_as_float(bits.x), __int_as_float(bits.y), __int_as_float(bits.z),
-                          __int_as_float(bits.w)};
+    for (int slot = 0; slot < kSlots; ++slot) {
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};  // even and odd columns of token g, then of token g + 8
 #pragma unroll
-      for (int j = 0; j < (kHeads < 16 ? 1 : 2); ++j) {
-        const float* d = scores + 8 * vector + 4 * j;
-        sums[0] = fmaf(relu_twice(d[0]), w[2 * j], sums[0]);
-        sums[1] = fmaf(relu_twice(d[1]), w[2 * j + 1], sums[1]);
-        sums[2] = fmaf(relu_twice(d[2]), w[2 * j], sums[2]);
-        sums[3] = fmaf(relu_twice(d[3]), w[2 * j + 1], sums[3]);
+      for (int vector = 0; vector < kWeightVectors; ++vector) {
+        float w[4];
+        if constexpr (kOneSet) {
+#pragma unroll
+          for (int i = 0; i < min(4, kHeldWeights); ++i) w[i] = rows.held_weights[slot][4 * vector + i];
+        } else {
+          const int4 bits = load_weight_vector(rows, slot, vector);
+          w[0] = __int_as_float(bits.x);
+          w[1] = __int_as_float(bits.y);
+          w[2] = __int_as_float(bits.z);
+          w[3] = __int_as_float(bits.w);
+        }
+#pragma unroll
+        for (int j = 0; j < (kHeads < 16 ? 1 : 2); ++j) {
+          const float* d = scores + slot * (kHeads / 2) + 8 * vector + 4 * j;
+          sums[0] = fmaf(relu_twice(d[0]), w[2 * j], sums[0]);
+          sums[1] = fmaf(relu_twice(d[1]), w[2 * j + 1], sums[1]);
+          sums[2] = fmaf(relu_twice(d[2]), w[2 * j], sums[2]);
+          sums[3] = fmaf(relu_twice(d[3]), w[2 * j + 1], sums[3]);
+        }
+      }
+      const float token_0 = sums[0] + sums[1];
+      const float token_8 = sums[2] + sums[3];
+      halves[slot] = (odd ? token_8 : token_0) + __shfl_xor_sync(~0u, odd ? token_0 : token_8, 1);
+    }
+#pragma unroll
+    for (int k = 0; k < kResults; ++k) {
+      // Two slots share the last step.
+      const float own = kSlots > 1 && upper ? halves[kSlots > 1 ? 2 * k + 1 : 0] : halves[2 * k];
+      const float other = kSlots > 1 && !upper ? halves[kSlots > 1 ? 2 * k + 1 : 0] : halves[2 * k];
+      const float sum = own + __shfl_xor_sync(~0u, other, 2);
+      if (tile.column < rows.bound[k]) {
+        const float score = tile.column < rows.limit[k] && !tile.absent ? sum * tile.scale : -INFINITY;
+        uint8_t* target = rows.out[k] + uint64_t{tile.number} * tile_bytes;
+        if (p.out_type == FloatType::kFloat32) {
+          *reinterpret_cast<float*>(target) = score;
+        } else {
+          device::store_float(target, p.out_type, 0, score);
+        }
       }
     }
-    const float token_0 = sums[0] + sums[1];
-    const float token_8 = sums[2] + sums[3];
-    const bool odd_lane = lane & 1;
-    return (odd_lane ? token_8 : token_0) + __shfl_xor_sync(~0u, odd_lane ? token_0 : token_8, 1);
   }
 
-  __device__ void store(const Tile& tile, int slot, float sum) const {
-    const auto limit = static_cast<unsigned>(device::load_shared_int(tile.limits + slot * 4));
-    const bool live = tile.column < limit;
-    if (!live && !(p.clean && tile.column < p.max_seq_len)) return;
-    const float score = live && !tile.absent ? sum * tile.scale : -INFINITY;
-    uint8_t* target = tile.out + slot * tile.slot_bytes;
-    if (p.out_type == FloatType::kFloat32) {
-      *reinterpret_cast<float*>(target) = score;
-    } else {
-      device::store_float(target, p.out_type, 0, score);
-    }
-  }
-
-  __device__ void store_one(const Tile& tile, int slot, float half) const {
-    const float sum = half + __shfl_xor_sync(~0u, half, 2);
-    if (!(lane & 2)) store(tile, slot, sum);
-  }
-
-  // Two slots share the last step of the reduction and the store.
-  __device__ void store_pair(const Tile& tile, int slot, float half, float next_half) const {
-    const bool next = lane & 2;
-    const float sum = (next ? next_half : half) + __shfl_xor_sync(~0u, next ? half : next_half, 2);
-    store(tile, slot + (next ? 1 : 0), sum);
-  }
-
-  __device__ void release(const Tile& tile) const {
-    __syncwarp();  // every lane has read the stage
-    if (lane == 0) device::arrive(empty(tile.stage));
-  }
-
-  // The products of a slot overlap the sums of the one before; those of one group's tile overlap the other groups'.
-  __device__ void score(const Tile& tile) const {
-    const int next_n = static_cast<int>(p.next_n);
-    float scores[kAccumulators];
-    if constexpr (kBuffers == 1) {
-#pragma unroll 1
-      for (int slot = 0; slot < next_n; ++slot) {
-        start(scores, tile, slot);
-        device::matrix_wait<0>();
-        device::pin(scores);
-        if (slot + 1 == next_n) release(tile);
-        store_one(tile, slot, half_sum(scores, tile, slot));
-      }
-    } else {
-      float others[kAccumulators];
-      start(scores, tile, 0);
-      int slot = 0;
-#pragma unroll 1
-      for (; slot + 2 < next_n; slot += 2) {
-        start(others, tile, slot + 1);
-        device::matrix_wait<1>();
-        device::pin(scores);
-        const float half = half_sum(scores, tile, slot);
-        start(scores, tile, slot + 2);
-        device::matrix_wait<1>();
-        device::pin(others);
-        store_pair(tile, slot, half, half_sum(others, tile, slot + 1));
-      }
-      if (slot + 2 == next_n) {
-        start(others, tile, slot + 1);
-        device::matrix_wait<1>();
-        device::pin(scores);
-        const float half = half_sum(scores, tile, slot);
-        device::matrix_wait<0>();
-        device::pin(others);
-        release(tile);
-        store_pair(tile, slot, half, half_sum(others, tile, slot + 1));
-      } else {
-        device::matrix_wait<0>();
-        device::pin(scores);
-        release(tile);
-        store_one(tile, slot, half_sum(scores, tile, slot));
-      }
-    }
+  __device__ void release(uint32_t barrier) const {
+    __syncwarp();  // every lane has read what the barrier guards
+    if (lane == 0) device::arrive(barrier);
   }
 
   __device__ void consume(int group) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarpThreads % 4;
-    const int token = 16 * warp + lane / 4 + 8 * (lane & 1);  // whose score this lane stores
-    const int token_part = token >> min(p.cache.block_shift, 6);
-    const int out_shift = p.out_type == FloatType::kFloat32 ? 2 : 1;
-    const int64_t request_stride = p.next_n * p.out_stride;
-    RingPosition ring{group, 0};
-    RingPosition query_ring{-1, 0};
-    int sequence = -1;
+    const int token = 16 * warp + lane / 4 + 8 * (lane & 1);  // whose scores this lane stores
+    int token_page = 1 << (token >> min(p.cache.block_shift, 6));
+    unsigned tile_bytes = kHopperTileTokens * (p.out_type == FloatType::kFloat32 ? 4 : 2);
+    asm volatile("" : "+r"(token_page), "+r"(tile_bytes));  // as in load_rows
+    const int first_set = group % set_step;
+    int skip = group / set_step;  // tiles of the next job that come before this group's next tile
+    RingPosition ring{skip, 0};
+    RingPosition query_ring{0, 0};
+    Rows rows;
+    float scores[kAccumulators];
 #pragma unroll 1
     while (true) {
-      device::wait(full(ring.stage), ring.parity);
-      const int4 words = device::load_shared_int4(info(ring.stage));
-      const TileInfo next{words.x, words.y, words.z, words.w};
-      // Every request is waited for and released, also one that leaves this group no tile.
+      const int query_stage = query_ring.stage;
+      device::wait(query_full(query_stage), query_ring.parity);
+      const int4 words = device::load_shared_int4(query_job(query_stage));
+      // Of the first lane, so that the compiler knows it to be the same in all.
+      const Job next{words.x, words.y, __shfl_sync(~0u, words.z, 0)};
+      if (next.tiles < 0) return;
+      if (kOneSet && skip < next.tiles) load_rows(rows, next.request, query_stage, 0, token);
+      int i = skip;
 #pragma unroll 1
-      while (sequence < next.query) {
-        if (sequence >= 0) {
-          __syncwarp();  // every lane has read the weights
-          if (lane == 0) device::arrive(query_empty(query_ring.stage));
+      for (; i < next.tiles; i += turns) {
+        device::wait(full(ring.stage), ring.parity);
+        Tile tile;
+        tile.number = static_cast<unsigned>(next.first_tile + i);
+        tile.column = tile.number * kHopperTileTokens + token;
+        tile.absent = (device::load_shared_int(absent(ring.stage)) & token_page) != 0;
+        tile.scale = device::load_shared_float(scales(ring.stage) + token * 4);
+        if constexpr (kOneSet) {
+          multiply(scores, values(ring.stage), query(query_stage));
+          release(empty(ring.stage));
+          sum_and_store(scores, tile, rows, tile_bytes);
+        } else {
+#pragma unroll 1
+          for (int set = first_set; set < sets; set += set_step) {
+            multiply(scores, values(ring.stage), query(query_stage) + set * (kColumns * kHeadDim));
+            if (set + set_step >= sets) release(empty(ring.stage));
+            load_rows(rows, next.request, query_stage, set, token);
+            sum_and_store(scores, tile, rows, tile_bytes);
+          }
+          if (first_set >= sets) release(empty(ring.stage));
         }
-        query_ring.advance(1, plan.query_stages);
-        device::wait(query_full(query_ring.stage), query_ring.parity);
-        ++sequence;
+        ring.advance(turns, plan.stages);
       }
-      if (next.request < 0) return;
-      Tile tile;
-      tile.values = values(ring.stage);
-      tile.query = query(query_ring.stage);
-      tile.weights = weights(query_ring.stage) + lane % 4 * 16;
-      tile.limits = limits(query_ring.stage);
-      tile.stage = ring.stage;
-      tile.column = static_cast<unsigned>(next.tile) * kHopperTileTokens + token;
-      tile.out = static_cast<uint8_t*>(p.out) + ((next.request * request_stride + tile.column) << out_shift);
-      tile.slot_bytes = p.out_stride << out_shift;
-      tile.scale = device::load_shared_float(scales(ring.stage) + token * 4);
-      tile.absent = (next.absent >> token_part & 1) != 0;
-      score(tile);
-      ring.advance(kConsumerGroups, plan.stages);
+      skip = i - next.tiles;
+      release(query_empty(query_stage));
+      query_ring.advance(1, plan.query_stages);
     }
   }
 };
 
-template <int kHeadDim, int kHeads>
-__global__ void __launch_bounds__(kHopperThreads, 1)
+template <int kHeadDim, int kHeads, int kSlots, int kGroups>
+__global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, HopperTeam<kGroups>::kBlocks)
     hopper_fp8_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ CUtensorMap keys,
                              const __grid_constant__ CUtensorMap queries, const __grid_constant__ HopperPlan plan) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
-  const HopperKernel<kHeadDim, kHeads> kernel(p, keys, queries, plan, shared);
+  const HopperKernel<kHeadDim, kHeads, kSlots, kGroups> kernel(p, keys, queries, plan, shared);
 
   if (threadIdx.x == 0) {
     device::prefetch_map(&keys);
@@ -499,16 +535,17 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   kernel.init_barriers();
   kernel.prefetch_small_inputs();
   device::allow_next_kernel();
-  device::wait_for_previous_kernel();
   __syncthreads();
 
-  constexpr int kConsumerWarps = kConsumerGroups * kGroupThreads / kWarpThreads;
+  constexpr int kConsumerWarps = kGroups * kGroupThreads / kWarpThreads;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
   if (warp < kConsumerWarps) {
-    device::raise_registers<kConsumerRegisters>();
+    // These see nothing, and so write nothing, before the helpers do.
+    device::raise_registers<HopperTeam<kGroups>::kConsumerRegisters>();
     kernel.consume(warp / 4);
   } else {
-    device::lower_registers<kHelperRegisters>();
+    device::lower_registers<HopperTeam<kGroups>::kHelperRegisters>();
+    device::wait_for_previous_kernel();
     switch (warp - kConsumerWarps) {
       case kProducer: return kernel.produce();
       case kQueryLoader: return kernel.load_queries();

@@ -10,7 +10,7 @@ namespace mqa::paged_logits {
 
 // The limit of row (request, slot): columns below it are live.
 __device__ __forceinline__ int row_limit(const LogitsParams& p, int request, int slot) {
-  const int64_t limit = p.lengths_per_slot ? load_length(p.lengths, request, slot)
+  const int64_t limit = p.lengths_per_slot ? int64_t{load_length(p.lengths, request, slot)}
                                            : load_length(p.lengths, request, 0) - p.next_n + slot + 1;
   return static_cast<int>(min(max(limit, int64_t{0}), p.capacity));
 }
@@ -19,43 +19,131 @@ __device__ __forceinline__ int request_limit(const LogitsParams& p, int request)
   return static_cast<int>(min(request_length(p.lengths, request), p.capacity));
 }
 
-// The requests of a range and their tiles of kTileTokens. All lanes of a warp hold the same values.
+// A run of the walk: `tiles` tiles from `begin` on, or up to `end`, whichever comes first.
+struct Run {
+  Position begin, end;
+  int tiles;
+};
+
+// Limits of the 32 requests from `first` on, a lane each; 0 for those that do not exist.
+struct LimitWindow {
+  int first;
+  int limit;
+};
+
+__device__ __forceinline__ LimitWindow load_limits(const LogitsParams& p, int first) {
+  const int64_t request = int64_t{first} + threadIdx.x % kWarpThreads;
+  return {first, request < p.batch ? request_limit(p, static_cast<int>(request)) : 0};
+}
+
+// The requests of a run and their tiles of kTileTokens. All lanes of a warp hold the same values, but for the window.
 template <int kTileTokens>
 struct RequestWalk {
-  Position end;
+  Run run;
   int tiles_per_unit;
+  LimitWindow window;
   int request, limit;
   int first_tile, last_tile;  // of this request, last excluded
 
-  __device__ RequestWalk(const LogitsParams& p, Position begin, Position last, int unit_tiles)
-      : end(last), tiles_per_unit(unit_tiles), request(begin.request) {
-    enter(p, begin.unit);
+  __device__ RequestWalk(const Run& whole, int unit_tiles, LimitWindow limits)
+      : run(whole), tiles_per_unit(unit_tiles), window(limits), request(whole.begin.request) {
+    enter(run.begin.unit);
+  }
+  __device__ RequestWalk(const LogitsParams& p, Position begin, Position end, int unit_tiles)
+      : RequestWalk({begin, end, INT32_MAX}, unit_tiles, load_limits(p, begin.request)) {}
+
+  __device__ bool done() const {
+    return run.tiles == 0 || request > run.end.request || (request == run.end.request && run.end.unit == 0);
   }
 
-  __device__ bool in_range(int candidate) const {
-    return candidate < end.request || (candidate == end.request && end.unit > 0);
-  }
-  __device__ bool done() const { return !in_range(request); }
-
-  // Moves on to the next request with anything to score; the lanes look at 32 at a time, since padded batches have long
-  // runs of empty ones.
+  // Moves on to the next request with anything to score: padded batches have long runs of empty ones.
   __device__ void next_request(const LogitsParams& p) {
+    run.tiles -= max(last_tile - first_tile, 0);
     ++request;
     while (!done()) {
-      const int candidate = request + static_cast<int>(threadIdx.x) % kWarpThreads;
-      const unsigned found = __ballot_sync(~0u, in_range(candidate) && request_limit(p, candidate) > 0);
-      request += found != 0 ? __ffs(found) - 1 : kWarpThreads;
+      if (request >= window.first + kWarpThreads) window = load_limits(p, request);
+      const int candidate = window.first + static_cast<int>(threadIdx.x) % kWarpThreads;
+      const unsigned found = __ballot_sync(~0u, candidate >= request && window.limit > 0);
+      request = window.first + (found != 0 ? __ffs(found) - 1 : kWarpThreads);
       if (found != 0) break;
     }
-    enter(p, 0);
+    enter(0);
   }
 
  private:
-  __device__ void enter(const LogitsParams& p, int first_unit) {
-    limit = done() ? 0 : request_limit(p, request);
+  __device__ void enter(int first_unit) {
+    limit = done() ? 0 : __shfl_sync(~0u, window.limit, request - window.first);
     first_tile = first_unit * tiles_per_unit;
-    last_tile = static_cast<int>((int64_t{limit} + kTileTokens - 1) / kTileTokens);
-    if (request == end.request) last_tile = min(last_tile, end.unit * tiles_per_unit);
+    last_tile = static_cast<int>((static_cast<unsigned>(limit) + kTileTokens - 1) / kTileTokens);
+    if (request == run.end.request) last_tile = min(last_tile, run.end.unit * tiles_per_unit);
+    if (last_tile - first_tile > run.tiles) last_tile = first_tile + run.tiles;
+  }
+};
+
+// All tiles of a batch of at most 1024 requests, counted by one warp alone; together they fit an int. A lane has the
+// tiles of a window of 32 requests.
+template <int kTileTokens>
+struct TileMap {
+  static constexpr int kHeld = 4;  // windows that stay in registers
+  int batch;
+  int held[kHeld];
+  int before, after;  // tiles in front of the lane's window, and of its end
+  int total;
+
+  __device__ static int tiles_of(int limit) {
+    return static_cast<int>((static_cast<unsigned>(limit) + kTileTokens - 1) / kTileTokens);
+  }
+
+  __device__ TileMap(const LogitsParams& p) : batch(static_cast<int>(p.batch)) {
+    const int lane = threadIdx.x % kWarpThreads;
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] = i * kWarpThreads < batch ? load_limits(p, i * kWarpThreads).limit : 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int tiles = __reduce_add_sync(~0u, tiles_of(held[i]));
+      if (lane == i) own = tiles;
+    }
+#pragma unroll 4
+    for (int i = kHeld; i * kWarpThreads < batch; ++i) {
+      const int tiles = __reduce_add_sync(~0u, tiles_of(load_limits(p, i * kWarpThreads).limit));
+      if (lane == i) own = tiles;
+    }
+    after = inclusive_sum(own);
+    before = after - own;
+    total = __shfl_sync(~0u, after, kWarpThreads - 1);
+  }
+
+  // The walk over `tiles` tiles from tile number `tile` on.
+  __device__ RequestWalk<kTileTokens> walk(const LogitsParams& p, int tile, int tiles) const {
+    Run run{{batch, 0}, {batch, 0}, tiles};
+    LimitWindow window{batch, 0};
+    const unsigned owner = __ballot_sync(~0u, before <= tile && tile < after);
+    if (owner != 0) {
+      const int i = __ffs(owner) - 1;
+      window = {i * kWarpThreads, held[0]};
+      if (i == 1) window.limit = held[1];
+      if (i == 2) window.limit = held[2];
+      if (i == 3) window.limit = held[3];
+      if (i >= kHeld) window = load_limits(p, i * kWarpThreads);
+      const int in_window = tile - __shfl_sync(~0u, before, i);
+      const int own = tiles_of(window.limit);
+      const int end = inclusive_sum(own);
+      // The lengths may have changed since they were counted: then there may be no such lane.
+      const unsigned found = __ballot_sync(~0u, in_window < end);
+      const int lane = found != 0 ? __ffs(found) - 1 : kWarpThreads - 1;
+      run.begin = {window.first + lane, in_window - __shfl_sync(~0u, end - own, lane)};
+    }
+    return {run, 1, window};
+  }
+
+  __device__ static int inclusive_sum(int value) {
+#pragma unroll
+    for (int offset = 1; offset < kWarpThreads; offset *= 2) {
+      const int below = __shfl_up_sync(~0u, value, offset);
+      if (static_cast<int>(threadIdx.x) % kWarpThreads >= offset) value += below;
+    }
+    return value;
   }
 };
 

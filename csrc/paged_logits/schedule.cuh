@@ -15,13 +15,14 @@ namespace mqa::paged_logits {
 constexpr int kWarpThreads = 32;
 constexpr int kMaxWarps = 32;
 
-__device__ __forceinline__ int64_t load_length(const Lengths& lengths, int64_t request, int64_t slot) {
-  return __ldg(lengths.data + request * lengths.batch_stride + slot * lengths.slot_stride);
+// An ordinary load: a kernel may be there while the one in front of it still writes the lengths.
+__device__ __forceinline__ int load_length(const Lengths& lengths, int64_t request, int64_t slot) {
+  return lengths.data[request * lengths.batch_stride + slot * lengths.slot_stride];
 }
 
 // The longest of a request's lengths, not below 0.
 __device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request) {
-  int64_t longest = 0;
+  int longest = 0;
 #pragma unroll 1
   for (int64_t slot = 0; slot < lengths.slots; ++slot) longest = max(longest, load_length(lengths, request, slot));
   return longest;
@@ -89,56 +90,6 @@ __device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int
   for (int64_t i = max(first, split.first_worker(scan.total)) + threadIdx.x; i <= last; i += blockDim.x) {
     emit(i, Position{static_cast<int>(batch), 0});
   }
-}
-
-// Where a worker starts and ends.
-struct Run {
-  Position begin, end;
-};
-
-// The same for one worker of a small batch, found by one warp alone; all units together fit an int.
-template <typename Units>
-__device__ Run find_run(int batch, int workers, int worker, const Units& units) {
-  const int lane = threadIdx.x % kWarpThreads;
-  const int length = (batch + kWarpThreads - 1) / kWarpThreads;
-  const int first_request = min(batch, lane * length);
-  const int last_request = min(batch, first_request + length);
-  int own = 0;
-#pragma unroll 4
-  for (int request = first_request; request < last_request; ++request) own += units(request);
-  int inclusive = own;
-#pragma unroll
-  for (int offset = 1; offset < kWarpThreads; offset *= 2) {
-    const int below = __shfl_up_sync(~0u, inclusive, offset);
-    if (lane >= offset) inclusive += below;
-  }
-  const unsigned total = __shfl_sync(~0u, inclusive, kWarpThreads - 1);
-  const int base = static_cast<int>(total / workers);
-  const int extra = static_cast<int>(total - base * workers);
-
-  Position starts[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int unit = (worker + i) * base + min(worker + i, extra);
-    const unsigned owner = __ballot_sync(~0u, inclusive - own <= unit && unit < inclusive);
-    Position found{batch, 0};
-    if (owner != 0) {
-      found = {first_request, unit - (inclusive - own)};
-      if (owner == 1u << lane) {
-        // Bounded by the run, not by what the lengths say now: they may have changed.
-#pragma unroll 1
-        for (; found.request + 1 < last_request; ++found.request) {
-          const int count = units(found.request);
-          if (found.unit < count) break;
-          found.unit -= count;
-        }
-      }
-      found.request = __shfl_sync(~0u, found.request, __ffs(owner) - 1);
-      found.unit = __shfl_sync(~0u, found.unit, __ffs(owner) - 1);
-    }
-    starts[i] = found;
-  }
-  return {starts[0], starts[1]};
 }
 
 // Row i of a schedule as a position; contents may be anything.
