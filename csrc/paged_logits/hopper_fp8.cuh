@@ -58,6 +58,7 @@ struct RingPosition {
 // four groups there is one set: the groups take turns at the tiles, and a lane holds its weights in registers.
 template <int kHeadDim, int kHeads, int kSlots, int kGroups>
 struct HopperKernel {
+  static constexpr unsigned kTileTokens = kHopperTileTokens;
   static constexpr int kTileBytes = kHopperTileTokens * kHeadDim;
   static constexpr int kColumns = kSlots * kHeads;
   static constexpr int kAccumulators = kColumns / 2;            // per thread
@@ -107,20 +108,23 @@ struct HopperKernel {
   __device__ uint32_t job_full(int slot) const { return query_full(2 * plan.query_stages + slot); }
   __device__ uint32_t job_empty(int slot) const { return job_full(kJobs + slot); }
 
-  // By the whole block, which must be synchronised after it.
+  // By the whole block, which must be synchronised after it. A warp at a time: lanes would take turns.
   __device__ void init_barriers() const {
     constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
     constexpr int kLoaderThreads = 2 * kWarpThreads;
-    const int i = static_cast<int>(threadIdx.x);
-    if (i < plan.stages) {
-      device::init_barrier(full(i), 1);
-      device::init_barrier(empty(i), kGroups / turns * kGroupWarps);
-    } else if (i >= 128 && i < 128 + plan.query_stages) {
-      device::init_barrier(query_full(i - 128), kLoaderThreads);
-      device::init_barrier(query_empty(i - 128), kGroups * kGroupWarps);
-    } else if (i >= 256 && i < 256 + kJobs) {
-      device::init_barrier(job_full(i - 256), 1);
-      device::init_barrier(job_empty(i - 256), kLoaderThreads);
+    const int empties = plan.stages, queries_full = 2 * plan.stages;
+    const int queries_empty = queries_full + plan.query_stages, jobs_full = queries_empty + plan.query_stages;
+    const int jobs_empty = jobs_full + kJobs;
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
+#pragma unroll 1
+    for (int i = warp; i < jobs_empty + kJobs; i += (kGroups + 1) * kGroupWarps) {
+      const int arrivals = i < empties         ? 1
+                           : i < queries_full  ? kGroups / turns * kGroupWarps
+                           : i < queries_empty ? kLoaderThreads
+                           : i < jobs_full     ? kGroups * kGroupWarps
+                           : i < jobs_empty    ? 1
+                                               : kLoaderThreads;
+      if (lane == 0) device::init_barrier(full(i), arrivals);
     }
     device::fence_barrier_init();
   }
@@ -180,37 +184,53 @@ struct HopperKernel {
     }
   };
 
-  __device__ void produce_run(RequestWalk<kHopperTileTokens> walk, Progress& at) const {
+  // Entries of a request's block table, in each lane one of two windows: 32 from `window` on, and the 32 after those.
+  struct Pages {
+    const int32_t* table;
+    int live;  // entries that live positions need; others are not read, but taken as absent
+    int window;
+    int pages, next_pages;
+
+    __device__ int load(int column) const { return column < live ? table[column] : -1; }
+
+    // As of the request at which a walk is, from its first tile on.
+    __device__ Pages(const LogitsParams& p, const RequestWalk<kHopperTileTokens>& walk, int lane)
+        : table(p.block_tables + walk.request * p.table_stride),
+          live(static_cast<int>((walk.limit + (1u << p.cache.block_shift) - 1) >> p.cache.block_shift)),
+          window(static_cast<int>(walk.first_tile * kTileTokens >> p.cache.block_shift)),
+          pages(load(window + lane)),
+          next_pages(load(window + kWarpThreads + lane)) {}
+
+    __device__ void slide(int lane) {
+      window += kWarpThreads;
+      pages = next_pages;
+      next_pages = load(window + kWarpThreads + lane);
+    }
+  };
+
+  // `pages` are those of the walk's first request.
+  __device__ void produce_run(RequestWalk<kHopperTileTokens> walk, Pages pages, Progress& at) const {
     const Parts own(p.cache.block_shift, lane);
     const int part_bytes = own.tokens() * (kHeadDim + static_cast<int>(sizeof(float)));
     const auto num_blocks = static_cast<unsigned>(min(p.cache.num_blocks, int64_t{INT32_MAX}));
     const uint64_t policy = device::evict_first();
-    const auto page_of = [&](int tile) { return static_cast<int>(tile * 64u >> own.block_shift); };
 
-    for (; !walk.done(); walk.next_request(p)) {
-      if (walk.first_tile >= walk.last_tile) continue;
-      // Each lane holds an entry of two windows of the table: 32 from `window` on, and the 32 after those.
-      const int32_t* table = p.block_tables + walk.request * p.table_stride;
-      const int live_pages = static_cast<int>((walk.limit + (1u << own.block_shift) - 1) >> own.block_shift);
-      const auto load_page = [&](int column) { return column < live_pages ? table[column] : -1; };
-      int window = page_of(walk.first_tile);
-      int pages = load_page(window + lane);
-      int next_pages = load_page(window + kWarpThreads + lane);
-      post_job(at.jobs++, {walk.request, walk.first_tile, walk.last_tile - walk.first_tile});
+    while (!walk.done()) {
+      if (walk.first_tile < walk.last_tile) {
+        post_job(at.jobs++, {walk.request, walk.first_tile, walk.last_tile - walk.first_tile});
+      }
 #pragma unroll 1
       for (int first = walk.first_tile; first < walk.last_tile; first += kBurst) {
         const int count = min(kBurst, walk.last_tile - first);
-        const unsigned token = (first + own.tile) * 64u + own.part * own.tokens();
-        const int entry = static_cast<int>(token >> own.block_shift) - window;
-        int page = __shfl_sync(~0u, pages, entry);
+        const unsigned token = (first + own.tile) * kTileTokens + own.part * own.tokens();
+        const int entry = static_cast<int>(token >> own.block_shift) - pages.window;
+        int page = __shfl_sync(~0u, pages.pages, entry);
         if (__any_sync(~0u, own.tile < count && entry >= kWarpThreads)) {
-          const int later_page = __shfl_sync(~0u, next_pages, entry);
+          const int later_page = __shfl_sync(~0u, pages.next_pages, entry);
           if (entry >= kWarpThreads) page = later_page;
         }
-        if (page_of(first + kBurst) - window >= kWarpThreads) {
-          window += kWarpThreads;
-          pages = next_pages;
-          next_pages = load_page(window + kWarpThreads + lane);
+        if (static_cast<int>((first + kBurst) * kTileTokens >> own.block_shift) - pages.window >= kWarpThreads) {
+          pages.slide(lane);
         }
         const bool present = own.tile < count && static_cast<unsigned>(page) < num_blocks;
         const unsigned all_present = __ballot_sync(~0u, present);
@@ -235,22 +255,47 @@ struct HopperKernel {
         }
         __syncwarp();
       }
+      walk.next_request(p);
+      if (!walk.done()) pages = Pages(p, walk, lane);
     }
+  }
+
+  // This block's share of the tiles.
+  __device__ RequestWalk<kHopperTileTokens> own_share(const TileMap<kHopperTileTokens>& map) const {
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    const int base = static_cast<int>(static_cast<unsigned>(map.total) / gridDim.x);
+    const int extra = map.total - base * blocks;
+    return map.walk(p, block * base + min(block, extra), base + (block < extra ? 1 : 0));
   }
 
   __device__ void produce() const {
     Progress at{{0, 1}, 0};
     if (p.schedule == nullptr) {
-      const TileMap<kHopperTileTokens> map(p);
-      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-      const int base = static_cast<int>(static_cast<unsigned>(map.total) / gridDim.x);
-      const int extra = map.total - base * blocks;
-      produce_run(map.walk(p, block * base + min(block, extra), base + (block < extra ? 1 : 0)), at);
+      // Before the kernel in front has finished, lengths may be about to change. They rarely do: with the share that
+      // they gave, lengths and pages can be read at once, instead of one after the other. It takes a while, which a
+      // block has that shares the multiprocessor with the kernel in front.
+      constexpr bool kGuess = HopperTeam<kGroups>::kBlocks > 1;
+      if constexpr (!kGuess) device::wait_for_previous_kernel();
+      const TileMap<kHopperTileTokens> guess(p);
+      RequestWalk<kHopperTileTokens> walk = own_share(guess);
+      if constexpr (kGuess) device::wait_for_previous_kernel();
+      Pages pages(p, walk, lane);
+      if constexpr (kGuess) {
+        const TileMap<kHopperTileTokens> map(p);
+        if (!map.equals(guess)) {
+          walk = own_share(map);
+          pages = Pages(p, walk, lane);
+        }
+      }
+      produce_run(walk, pages, at);
     } else {
+      device::wait_for_previous_kernel();
       const auto start = [&](int64_t block) {
         return load_start(p.schedule, block * p.workers / gridDim.x, p.workers, static_cast<int>(p.batch));
       };
-      produce_run({p, start(blockIdx.x), start(blockIdx.x + 1), kUnitTokens / kHopperTileTokens}, at);
+      const RequestWalk<kHopperTileTokens> walk(p, start(blockIdx.x), start(blockIdx.x + 1),
+                                                kUnitTokens / kHopperTileTokens);
+      produce_run(walk, Pages(p, walk, lane), at);
     }
     post_job(at.jobs, {-1, 0, -1});
   }
@@ -474,6 +519,7 @@ struct HopperKernel {
     unsigned tile_bytes = kHopperTileTokens * (p.out_type == FloatType::kFloat32 ? 4 : 2);
     asm volatile("" : "+r"(token_page), "+r"(tile_bytes));  // as in load_rows
     const int first_set = group % set_step;
+    const bool one_set = first_set < sets && sets <= set_step;  // for this group
     int skip = group / set_step;  // tiles of the next job that come before this group's next tile
     RingPosition ring{skip, 0};
     RingPosition query_ring{0, 0};
@@ -487,7 +533,8 @@ struct HopperKernel {
       // Of the first lane, so that the compiler knows it to be the same in all.
       const Job next{words.x, words.y, __shfl_sync(~0u, words.z, 0)};
       if (next.tiles < 0) return;
-      if (kOneSet && skip < next.tiles) load_rows(rows, next.request, query_stage, 0, token);
+      if (one_set && skip < next.tiles) load_rows(rows, next.request, query_stage, first_set, token);
+      const uint32_t queries_at = query(query_stage) + first_set * (kColumns * kHeadDim);
       int i = skip;
 #pragma unroll 1
       for (; i < next.tiles; i += turns) {
@@ -497,19 +544,18 @@ struct HopperKernel {
         tile.column = tile.number * kHopperTileTokens + token;
         tile.absent = (device::load_shared_int(absent(ring.stage)) & token_page) != 0;
         tile.scale = device::load_shared_float(scales(ring.stage) + token * 4);
-        if constexpr (kOneSet) {
-          multiply(scores, values(ring.stage), query(query_stage));
+        if (kOneSet || one_set) {
+          multiply(scores, values(ring.stage), queries_at);
           release(empty(ring.stage));
           sum_and_store(scores, tile, rows, tile_bytes);
         } else {
 #pragma unroll 1
           for (int set = first_set; set < sets; set += set_step) {
             multiply(scores, values(ring.stage), query(query_stage) + set * (kColumns * kHeadDim));
-            if (set + set_step >= sets) release(empty(ring.stage));
             load_rows(rows, next.request, query_stage, set, token);
             sum_and_store(scores, tile, rows, tile_bytes);
           }
-          if (first_set >= sets) release(empty(ring.stage));
+          release(empty(ring.stage));
         }
         ring.advance(turns, plan.stages);
       }
@@ -545,9 +591,9 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, HopperTeam<kGro
     kernel.consume(warp / 4);
   } else {
     device::lower_registers<HopperTeam<kGroups>::kHelperRegisters>();
+    if (warp == kConsumerWarps + kProducer) return kernel.produce();
     device::wait_for_previous_kernel();
     switch (warp - kConsumerWarps) {
-      case kProducer: return kernel.produce();
       case kQueryLoader: return kernel.load_queries();
       case kWeightLoader: return kernel.load_weights();
       case kFiller:

@@ -114,6 +114,14 @@ struct TileMap {
     total = __shfl_sync(~0u, after, kWarpThreads - 1);
   }
 
+  // Whether both were made of the same lengths, as far as they know.
+  __device__ bool equals(const TileMap& other) const {
+    bool same = batch <= kHeld * kWarpThreads;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) same = same && held[i] == other.held[i];
+    return __all_sync(~0u, same);
+  }
+
   // The walk over `tiles` tiles from tile number `tile` on.
   __device__ RequestWalk<kTileTokens> walk(const LogitsParams& p, int tile, int tiles) const {
     Run run{{batch, 0}, {batch, 0}, tiles};

@@ -20,11 +20,19 @@ __device__ __forceinline__ int load_length(const Lengths& lengths, int64_t reque
   return lengths.data[request * lengths.batch_stride + slot * lengths.slot_stride];
 }
 
-// The longest of a request's lengths, not below 0.
+// The longest of a request's lengths, not below 0; from no cache that another multiprocessor's writes do not reach, as
+// a kernel may look at them a second time.
 __device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request) {
   int longest = 0;
 #pragma unroll 1
-  for (int64_t slot = 0; slot < lengths.slots; ++slot) longest = max(longest, load_length(lengths, request, slot));
+  for (int64_t slot = 0; slot < lengths.slots; ++slot) {
+    int length;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];"
+                 : "=r"(length)
+                 : "l"(lengths.data + request * lengths.batch_stride + slot * lengths.slot_stride)
+                 : "memory");
+    longest = max(longest, length);
+  }
   return longest;
 }
 
