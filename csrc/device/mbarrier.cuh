@@ -134,8 +134,16 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 
 // Programmatic dependent launch: what a kernel does before `wait_for_previous_kernel` may overlap the kernel in front
 // of it in the stream, whose writes are visible after it. `allow_next_kernel` lets the next one start early in the same
-// way.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// way. On older GPUs kernels do not overlap.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 }  // namespace mqa::device

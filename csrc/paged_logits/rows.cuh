@@ -33,7 +33,8 @@ struct LimitWindow {
 
 __device__ __forceinline__ LimitWindow load_limits(const LogitsParams& p, int first) {
   const int64_t request = int64_t{first} + threadIdx.x % kWarpThreads;
-  return {first, request < p.batch ? request_limit(p, static_cast<int>(request)) : 0};
+  return {first,
+          request < p.batch ? static_cast<int>(min(request_length(p.lengths, request, peek_length), p.capacity)) : 0};
 }
 
 // The requests of a run and their tiles of kTileTokens. All lanes of a warp hold the same values, but for the window.

@@ -15,24 +15,27 @@ namespace mqa::paged_logits {
 constexpr int kWarpThreads = 32;
 constexpr int kMaxWarps = 32;
 
-// An ordinary load: a kernel may be there while the one in front of it still writes the lengths.
+// An ordinary load, not one for constants: a kernel may be there while the one in front of it still writes the lengths.
 __device__ __forceinline__ int load_length(const Lengths& lengths, int64_t request, int64_t slot) {
   return lengths.data[request * lengths.batch_stride + slot * lengths.slot_stride];
 }
 
-// The longest of a request's lengths, not below 0; from no cache that another multiprocessor's writes do not reach, as
-// a kernel may look at them a second time.
-__device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request) {
-  int longest = 0;
+// One that leaves nothing in the L1 cache, for lengths that will be looked at again.
+__device__ __forceinline__ int peek_length(const Lengths& lengths, int64_t request, int64_t slot) {
+  int length;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];"
+               : "=r"(length)
+               : "l"(lengths.data + request * lengths.batch_stride + slot * lengths.slot_stride)
+               : "memory");
+  return length;
+}
+
+// The longest of a request's lengths, not below 0.
+template <typename Load = decltype(load_length)>
+__device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_t request, Load& load = load_length) {
+  int longest = max(load(lengths, request, 0), 0);
 #pragma unroll 1
-  for (int64_t slot = 0; slot < lengths.slots; ++slot) {
-    int length;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];"
-                 : "=r"(length)
-                 : "l"(lengths.data + request * lengths.batch_stride + slot * lengths.slot_stride)
-                 : "memory");
-    longest = max(longest, length);
-  }
+  for (int64_t slot = 1; slot < lengths.slots; ++slot) longest = max(longest, load(lengths, request, slot));
   return longest;
 }
 
@@ -41,8 +44,7 @@ __device__ __forceinline__ int64_t units_of(int64_t length) { return (length + k
 // Every thread of the block gets the units in front of its own run of neighbouring requests, and the total.
 struct UnitScan {
   int64_t first_request, last_request;  // the thread's own run, last excluded
-  int64_t before;
-  int64_t total;
+  int64_t before, own, total;
 };
 
 struct ScanStorage {
@@ -60,9 +62,10 @@ __device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& s
   scan.first_request = min(batch, threadIdx.x * run);
   scan.last_request = min(batch, scan.first_request + run);
 
-  int64_t own = 0;
-  for (int64_t request = scan.first_request; request < scan.last_request; ++request) own += units(request);
-  int64_t inclusive = own;
+  scan.own = 0;
+#pragma unroll 4
+  for (int64_t request = scan.first_request; request < scan.last_request; ++request) scan.own += units(request);
+  int64_t inclusive = scan.own;
   for (int offset = 1; offset < kWarpThreads; offset *= 2) {
     const int64_t below = __shfl_up_sync(~0u, inclusive, offset);
     if (lane >= offset) inclusive += below;
@@ -70,7 +73,7 @@ __device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& s
   __syncthreads();  // the storage may still be read from an earlier scan
   if (lane == kWarpThreads - 1) storage.warp_units[warp] = inclusive;
   __syncthreads();
-  scan.before = inclusive - own;
+  scan.before = inclusive - scan.own;
   scan.total = 0;
   for (int i = 0; i < warps; ++i) {
     if (i < warp) scan.before += storage.warp_units[i];
