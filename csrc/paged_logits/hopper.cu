@@ -98,6 +98,7 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   // Where two blocks fit, the second place is worth more to the next kernel, unless there is much to do in this one.
   constexpr int64_t kManyTiles = 256;  // at most, per multiprocessor
   const bool fill = tiles > kManyTiles * facts.multiprocessors;
+  plan.guesses = kTeamBlocks > 1 && !fill;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -48,6 +48,7 @@ struct HopperPlan {
   int queries, scales, weights, limits, jobs, absent, barriers;
   int shared_bytes;
   bool query_boxes;  // q can be fetched by the copy engine
+  bool guesses;      // there is time for a guess before the kernel in front has finished
 };
 
 constexpr int align_up(int bytes, int alignment) { return (bytes + alignment - 1) / alignment * alignment; }

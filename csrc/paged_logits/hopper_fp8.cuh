@@ -272,18 +272,16 @@ struct HopperKernel {
     Progress at{{0, 1}, 0};
     if (p.schedule == nullptr) {
       // Before the kernel in front has finished, lengths may be about to change. They rarely do: with the share that
-      // they gave, lengths and pages can be read at once, instead of one after the other. It takes a while, which a
-      // block has that shares the multiprocessor with the kernel in front.
-      constexpr bool kGuess = HopperTeam<kGroups>::kBlocks > 1;
-      if constexpr (!kGuess) device::wait_for_previous_kernel();
-      const TileMap<kHopperTileTokens> guess(p);
-      RequestWalk<kHopperTileTokens> walk = own_share(guess);
-      if constexpr (kGuess) device::wait_for_previous_kernel();
+      // they gave, lengths and pages can be read at once, instead of one after the other.
+      if (!plan.guesses) device::wait_for_previous_kernel();
+      const TileMap<kHopperTileTokens> map(p);
+      RequestWalk<kHopperTileTokens> walk = own_share(map);
+      if (plan.guesses) device::wait_for_previous_kernel();
       Pages pages(p, walk, lane);
-      if constexpr (kGuess) {
-        const TileMap<kHopperTileTokens> map(p);
-        if (!map.equals(guess)) {
-          walk = own_share(map);
+      if (plan.guesses) {
+        const TileMap<kHopperTileTokens> now(p);
+        if (!now.equals(map)) {
+          walk = own_share(now);
           pages = Pages(p, walk, lane);
         }
       }

@@ -368,8 +368,8 @@ __global__ void __launch_bounds__(kPortableMaxWarps* kWarpThreads, 1)
     __syncthreads();  // before the next worker's starts replace these
   }
   if (p.clean) {
-    fill_dead_columns<kTileTokens>(p, int64_t{blockIdx.x} * kernel.warps + kernel.warp,
-                                   int64_t{gridDim.x} * kernel.warps);
+    fill_dead_columns<kTileTokens>(p, static_cast<int>(blockIdx.x) * kernel.warps + kernel.warp,
+                                   static_cast<int>(gridDim.x) * kernel.warps);
   }
 }
 

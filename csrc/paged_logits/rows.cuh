@@ -156,21 +156,25 @@ struct TileMap {
   }
 };
 
-// Columns that no tile covers, for clean_logits; rows are dealt out in pieces over `warps` warps, of which this is one.
+// Columns that no tile covers, for clean_logits, by one of `warps` warps. Each row's are shared out among so many of
+// them that the items are many times the warps: rows may differ a lot.
 template <int kTileTokens>
-__device__ void fill_dead_columns(const LogitsParams& p, int64_t warp, int64_t warps) {
-  constexpr int64_t kPiece = 1024;
+__device__ void fill_dead_columns(const LogitsParams& p, int warp, int warps) {
+  constexpr int64_t kItemsPerWarp = 8;
   const int lane = threadIdx.x % kWarpThreads;
-  const int64_t pieces = (p.max_seq_len + kPiece - 1) / kPiece;
+  const int64_t rows = p.batch * p.next_n;
+  const int64_t parts = max(kItemsPerWarp * warps / rows, int64_t{1});
+  const int request_rows = static_cast<int>(p.next_n);
 #pragma unroll 1
-  for (int64_t item = warp; item < p.batch * p.next_n * pieces; item += warps) {
-    const int64_t row = item / pieces;
-    const int64_t limit = request_limit(p, static_cast<int>(row / p.next_n));
+  for (int64_t item = warp; item < rows * parts; item += warps) {
+    const int64_t row = parts == 1 ? item : item / parts;
+    const int64_t part = item - row * parts;
+    const int64_t limit = request_limit(p, static_cast<int>(row / request_rows));
     const int64_t scored = (limit + kTileTokens - 1) / kTileTokens * kTileTokens;
-    const int64_t first = item % pieces * kPiece;
-    const int64_t last = min(first + kPiece, p.max_seq_len);
-#pragma unroll 1
-    for (int64_t column = max(first, scored) + lane; column < last; column += kWarpThreads) {
+    const int64_t share = (max(p.max_seq_len - scored, int64_t{0}) + parts - 1) / parts;
+    const int64_t last = min(scored + (part + 1) * share, p.max_seq_len);
+#pragma unroll 4
+    for (int64_t column = scored + part * share + lane; column < last; column += kWarpThreads) {
       device::store_float(p.out, p.out_type, row * p.out_stride + column, -INFINITY);
     }
   }

@@ -15,8 +15,8 @@ constexpr int kMaxThreads = kMaxWarps * kWarpThreads;
 __global__ void __launch_bounds__(kMaxThreads) schedule_kernel(const ScheduleParams p) {
   __shared__ ScanStorage storage;
   __shared__ int64_t ends[kMaxThreads];  // units up to the end of each request
-  device::allow_next_kernel();
   device::wait_for_previous_kernel();
+  device::allow_next_kernel();
   const auto units = [&](int64_t request) { return units_of(request_length(p.lengths, request)); };
   const auto emit = [&](int64_t i, Position start) {
     p.out[2 * i] = start.request;

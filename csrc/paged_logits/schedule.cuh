@@ -89,16 +89,15 @@ __device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int
   const UnitScan scan = scan_units(batch, units, storage);
   const Split split(scan.total, workers);
   int64_t before = scan.before;
+  int64_t i = max(first, split.first_worker(before));
   for (int64_t request = scan.first_request; request < scan.last_request; ++request) {
     const int64_t after = before + units(request);
-    if (after > before) {
-      for (int64_t i = max(first, split.first_worker(before)); i <= last && split.start(i) < after; ++i) {
-        emit(i, Position{static_cast<int>(request), static_cast<int>(split.start(i) - before)});
-      }
+    for (; i <= last && split.start(i) < after; ++i) {
+      emit(i, Position{static_cast<int>(request), static_cast<int>(split.start(i) - before)});
     }
     before = after;
   }
-  for (int64_t i = max(first, split.first_worker(scan.total)) + threadIdx.x; i <= last; i += blockDim.x) {
+  for (i = max(first, split.first_worker(scan.total)) + threadIdx.x; i <= last; i += blockDim.x) {
     emit(i, Position{static_cast<int>(batch), 0});
   }
 }
