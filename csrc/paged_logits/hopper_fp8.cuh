@@ -121,7 +121,7 @@ struct HopperKernel {
       const int arrivals = i < empties         ? 1
                            : i < queries_full  ? kGroups / turns * kGroupWarps
                            : i < queries_empty ? kLoaderThreads
-                           : i < jobs_full     ? kGroups * kGroupWarps
+                           : i < jobs_full     ? kGroups * kGroupThreads
                            : i < jobs_empty    ? 1
                                                : kLoaderThreads;
       if (lane == 0) device::init_barrier(full(i), arrivals);
@@ -558,7 +558,7 @@ struct HopperKernel {
         ring.advance(turns, plan.stages);
       }
       skip = i - next.tiles;
-      release(query_empty(query_stage));
+      device::arrive(query_empty(query_stage));  // every lane for itself: it read the job, and perhaps the weights
       query_ring.advance(1, plan.query_stages);
     }
   }

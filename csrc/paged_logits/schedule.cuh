@@ -41,31 +41,21 @@ __device__ __forceinline__ int64_t request_length(const Lengths& lengths, int64_
 
 __device__ __forceinline__ int64_t units_of(int64_t length) { return (length + kUnitTokens - 1) / kUnitTokens; }
 
-// Every thread of the block gets the units in front of its own run of neighbouring requests, and the total.
-struct UnitScan {
-  int64_t first_request, last_request;  // the thread's own run, last excluded
-  int64_t before, own, total;
-};
-
 struct ScanStorage {
   int64_t warp_units[kMaxWarps];
 };
 
-// `units(request)` is called by whole blocks; blockDim.x is a multiple of 32.
-template <typename Units>
-__device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& storage) {
+// Units in front of a thread's own, and of the whole block.
+struct UnitScan {
+  int64_t before, total;
+};
+
+// By whole blocks; blockDim.x is a multiple of 32.
+__device__ inline UnitScan scan_units(int64_t own, ScanStorage& storage) {
   const int lane = threadIdx.x % kWarpThreads;
   const int warp = threadIdx.x / kWarpThreads;
   const int warps = blockDim.x / kWarpThreads;
-  const int64_t run = (batch + blockDim.x - 1) / blockDim.x;
-  UnitScan scan;
-  scan.first_request = min(batch, threadIdx.x * run);
-  scan.last_request = min(batch, scan.first_request + run);
-
-  scan.own = 0;
-#pragma unroll 4
-  for (int64_t request = scan.first_request; request < scan.last_request; ++request) scan.own += units(request);
-  int64_t inclusive = scan.own;
+  int64_t inclusive = own;
   for (int offset = 1; offset < kWarpThreads; offset *= 2) {
     const int64_t below = __shfl_up_sync(~0u, inclusive, offset);
     if (lane >= offset) inclusive += below;
@@ -73,8 +63,7 @@ __device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& s
   __syncthreads();  // the storage may still be read from an earlier scan
   if (lane == kWarpThreads - 1) storage.warp_units[warp] = inclusive;
   __syncthreads();
-  scan.before = inclusive - scan.own;
-  scan.total = 0;
+  UnitScan scan{inclusive - own, 0};
   for (int i = 0; i < warps; ++i) {
     if (i < warp) scan.before += storage.warp_units[i];
     scan.total += storage.warp_units[i];
@@ -83,14 +72,22 @@ __device__ UnitScan scan_units(int64_t batch, const Units& units, ScanStorage& s
 }
 
 // Calls emit(i, position) once in the block for each worker i of [first, last], worker number `workers` being the end.
+// `units(request)` is called by whole blocks.
 template <typename Units, typename Emit>
 __device__ void worker_starts(int64_t batch, int64_t workers, int64_t first, int64_t last, const Units& units,
                               const Emit& emit, ScanStorage& storage) {
-  const UnitScan scan = scan_units(batch, units, storage);
+  // A thread has a run of neighbouring requests.
+  const int64_t run = (batch + blockDim.x - 1) / blockDim.x;
+  const int64_t first_request = min(batch, threadIdx.x * run);
+  const int64_t last_request = min(batch, first_request + run);
+  int64_t own = 0;
+#pragma unroll 4
+  for (int64_t request = first_request; request < last_request; ++request) own += units(request);
+  const UnitScan scan = scan_units(own, storage);
   const Split split(scan.total, workers);
   int64_t before = scan.before;
   int64_t i = max(first, split.first_worker(before));
-  for (int64_t request = scan.first_request; request < scan.last_request; ++request) {
+  for (int64_t request = first_request; request < last_request; ++request) {
     const int64_t after = before + units(request);
     for (; i <= last && split.start(i) < after; ++i) {
       emit(i, Position{static_cast<int>(request), static_cast<int>(split.start(i) - before)});
