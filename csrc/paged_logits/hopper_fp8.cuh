@@ -496,6 +496,7 @@ struct HopperKernel {
       if (tile.column < rows.bound[k]) {
         const float score = tile.column < rows.limit[k] && !tile.absent ? sum * tile.scale : -INFINITY;
         uint8_t* target = rows.out[k] + uint64_t{tile.number} * tile_bytes;
+        __builtin_assume(__isGlobal(target));  // forgotten when it was made opaque
         if (p.out_type == FloatType::kFloat32) {
           *reinterpret_cast<float*>(target) = score;
         } else {
