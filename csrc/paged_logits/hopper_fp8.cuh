@@ -212,7 +212,7 @@ struct HopperKernel {
   __device__ void produce_run(RequestWalk<kHopperTileTokens> walk, Pages pages, Progress& at) const {
     const Parts own(p.cache.block_shift, lane);
     const int part_bytes = own.tokens() * (kHeadDim + static_cast<int>(sizeof(float)));
-    const auto num_blocks = static_cast<unsigned>(min(p.cache.num_blocks, int64_t{INT32_MAX}));
+    const auto num_blocks = static_cast<unsigned>(min(p.cache.num_blocks, int64_t{1} << 31));
     const uint64_t policy = device::evict_first();
 
     while (!walk.done()) {

@@ -84,7 +84,7 @@ void launch_schedule(const ScheduleParams& p, int device) {
   config.blockDim = dim3(static_cast<unsigned>((threads + kWarpThreads - 1) / kWarpThreads * kWarpThreads));
   config.stream = device::current_stream(device);
   config.attrs = &overlap;
-  config.numAttrs = facts.binary_version >= 90 ? 1 : 0;
+  config.numAttrs = facts.ptx_version >= 90 ? 1 : 0;  // code written for less does not wait
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, schedule_kernel, p));
 }
 
