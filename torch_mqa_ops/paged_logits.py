@@ -95,8 +95,8 @@ def fp8_paged_mqa_logits(
             column stride, rows that do not overlap; it may not overlap an input.
 
     Returns:
-        ``[B * n, max_seq_len]``, a view of ``out`` or of a fresh buffer with row stride
-        ``padded_seq_len(max_seq_len)``.
+        ``[B * n, max_seq_len]``: ``out`` itself where it has that shape, else a view of it, or of a fresh buffer with
+        row stride ``padded_seq_len(max_seq_len)``.
 
     Unspecified without ``clean_logits``: columns that are not live. Rows of ``out`` past ``B * n`` and columns past the
     padded width are never written; columns from ``max_seq_len`` to the padded width may be.
@@ -171,7 +171,9 @@ def compute_paged_mqa_logits_schedule(
     """How a paged-logits call may split its work: where in the walk over all requests each worker starts.
 
     Handing the schedule to the logits saves each layer's call the split; it never changes a result, and contents that
-    no longer fit cost time only. Recompute it into the same buffer (``out``) inside or before a captured graph.
+    no longer fit cost time only. On Hopper only batches of more than 1024 requests have a use for it: smaller ones are
+    split more finely inside the kernel, in no more time. Recompute it into the same buffer (``out``) inside or before a
+    captured graph.
 
     Args:
         seq_lens: int32 ``[B]`` or ``[B, n]`` (a request then counts its longest slot), any strides, in tokens; negative

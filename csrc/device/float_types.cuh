@@ -23,6 +23,8 @@ __device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
+// Loads here are ordinary, not those for constants: a kernel may be there while the one in front still writes its
+// inputs.
 __device__ __forceinline__ float load_float(const void* data, FloatType type, int64_t index) {
   switch (type) {
     case FloatType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
@@ -39,8 +41,7 @@ __device__ __forceinline__ void store_float(void* data, FloatType type, int64_t 
   }
 }
 
-// Loads and stores of `Vector` (uint2, uint4, float4) at an address that
-// callers' views may have left unaligned.
+// Loads and stores of `Vector` (uint2, uint4, float4) at an address that callers' views may have left unaligned.
 template <typename Vector>
 __device__ __forceinline__ Vector load_any(const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) == 0) return *static_cast<const Vector*>(address);

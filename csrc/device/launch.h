@@ -44,4 +44,22 @@ const KernelFacts& kernel_facts(int device) {
 
 inline cudaStream_t current_stream(int device) { return static_cast<cudaStream_t>(current_cuda_stream(device)); }
 
+// Launches on the current stream; with `overlap` the start may overlap the end of the kernel in front, and the kernel's
+// code must call wait_for_previous_kernel() (mbarrier.cuh).
+template <typename... Parameters>
+void launch_overlapping(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, int device,
+                        bool overlap, Parameters... parameters) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = current_stream(device);
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameters...));
+}
+
 }  // namespace mqa::device

@@ -99,21 +99,12 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   constexpr int64_t kManyTiles = 256;  // at most, per multiprocessor
   const bool fill = tiles > kManyTiles * facts.multiprocessors;
   plan.guesses = kTeamBlocks > 1 && !fill;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(facts.multiprocessors * (fill ? kTeamBlocks : 1)));
-  config.blockDim = dim3((kGroups + 1) * kGroupThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
-  config.stream = device::current_stream(device);
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, keys, queries, plan));
+  device::launch_overlapping(kernel, facts.multiprocessors * (fill ? kTeamBlocks : 1), (kGroups + 1) * kGroupThreads,
+                             plan.shared_bytes, device, true, p, keys, queries, plan);
   return true;
 }
 
-// The most slots of at most four whose heads are at most 128 columns; the fewest groups that do.
+// A set is of as many slots as are worth an instruction: up to four, and up to 128 columns. See HopperTeam for groups.
 template <int kHeadDim, int kHeads>
 bool launch_for_slots(LogitsParams& p, const Tensor& anchor, int device) {
   constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;

@@ -23,10 +23,10 @@
 // starting the copies of four tiles from as many lanes (eight start later, which small batches feel); scales ahead of
 // values, or every tile of a burst waits for all of it; addresses and bounds that the compiler cannot rebuild per tile;
 // jobs, so that a consumer reads nothing about a tile before its products. What did not: products of the next tile
-// started before the sums of one (two sets of accumulators; more warps hide as much), all heads of a slot per
-// instruction instead of 128 columns, reading K's first tiles into the L2 cache ahead of the kernel in front, a second
-// producer, clusters of 8 (half of them do not fit at once), more blocks than fit at once, handing out the last tiles
-// by an atomic counter (a chunk of four takes its block 2 us to find).
+// started before the sums of one (two sets of accumulators; more warps hide as much), 64 columns per instruction where
+// there are more (both operands come from shared memory, at all its rate), reading K's first tiles into the L2 cache
+// ahead of the kernel in front, a second producer, clusters of 8 (half of them do not fit at once), more blocks than
+// fit at once, handing out the last tiles by an atomic counter (a chunk of four takes its block 2 us to find).
 //
 // Bits: a score depends on its own q, K, scale and weights alone; tiles and slots only move about.
 #pragma once
@@ -166,8 +166,8 @@ struct HopperKernel {
     int jobs;
   };
 
-  // A burst's worth of a request's tiles, `count` from `first` on. A lane starts the copies of what one of the tiles
-  // has of one page, a part.
+  // A tile lies in several pages where these are small. A lane starts the copies of one part, what one of a burst's
+  // tiles has of one page.
   struct Parts {
     int block_shift, part_shift;  // log2 of a page's and of a part's tokens
     int part, tile;               // this lane's part, of this tile of the burst

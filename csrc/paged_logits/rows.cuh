@@ -19,13 +19,19 @@ __device__ __forceinline__ int request_limit(const LogitsParams& p, int request)
   return static_cast<int>(min(request_length(p.lengths, request), p.capacity));
 }
 
+template <int kTileTokens>
+__device__ __forceinline__ int tiles_of(int limit) {
+  return static_cast<int>((static_cast<unsigned>(limit) + kTileTokens - 1) / kTileTokens);
+}
+
 // A run of the walk: `tiles` tiles from `begin` on, or up to `end`, whichever comes first.
 struct Run {
   Position begin, end;
   int tiles;
 };
 
-// Limits of the 32 requests from `first` on, a lane each; 0 for those that do not exist.
+// Limits of the 32 requests from `first` on, a lane each (0 for those that do not exist): one load where a walk would
+// make one per request.
 struct LimitWindow {
   int first;
   int limit;
@@ -75,7 +81,7 @@ struct RequestWalk {
   __device__ void enter(int first_unit) {
     limit = done() ? 0 : __shfl_sync(~0u, window.limit, request - window.first);
     first_tile = first_unit * tiles_per_unit;
-    last_tile = static_cast<int>((static_cast<unsigned>(limit) + kTileTokens - 1) / kTileTokens);
+    last_tile = tiles_of<kTileTokens>(limit);
     if (request == run.end.request) last_tile = min(last_tile, run.end.unit * tiles_per_unit);
     if (last_tile - first_tile > run.tiles) last_tile = first_tile + run.tiles;
   }
@@ -91,10 +97,6 @@ struct TileMap {
   int before, after;  // tiles in front of the lane's window, and of its end
   int total;
 
-  __device__ static int tiles_of(int limit) {
-    return static_cast<int>((static_cast<unsigned>(limit) + kTileTokens - 1) / kTileTokens);
-  }
-
   __device__ TileMap(const LogitsParams& p) : batch(static_cast<int>(p.batch)) {
     const int lane = threadIdx.x % kWarpThreads;
     int own = 0;
@@ -102,12 +104,12 @@ struct TileMap {
     for (int i = 0; i < kHeld; ++i) held[i] = i * kWarpThreads < batch ? load_limits(p, i * kWarpThreads).limit : 0;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const int tiles = __reduce_add_sync(~0u, tiles_of(held[i]));
+      const int tiles = __reduce_add_sync(~0u, tiles_of<kTileTokens>(held[i]));
       if (lane == i) own = tiles;
     }
 #pragma unroll 4
     for (int i = kHeld; i * kWarpThreads < batch; ++i) {
-      const int tiles = __reduce_add_sync(~0u, tiles_of(load_limits(p, i * kWarpThreads).limit));
+      const int tiles = __reduce_add_sync(~0u, tiles_of<kTileTokens>(load_limits(p, i * kWarpThreads).limit));
       if (lane == i) own = tiles;
     }
     after = inclusive_sum(own);
@@ -115,7 +117,7 @@ struct TileMap {
     total = __shfl_sync(~0u, after, kWarpThreads - 1);
   }
 
-  // Whether both were made of the same lengths, as far as they know.
+  // Whether both were made of the same lengths; false where they do not hold them all.
   __device__ bool equals(const TileMap& other) const {
     bool same = batch <= kHeld * kWarpThreads;
 #pragma unroll
@@ -136,7 +138,7 @@ struct TileMap {
       if (i == 3) window.limit = held[3];
       if (i >= kHeld) window = load_limits(p, i * kWarpThreads);
       const int in_window = tile - __shfl_sync(~0u, before, i);
-      const int own = tiles_of(window.limit);
+      const int own = tiles_of<kTileTokens>(window.limit);
       const int end = inclusive_sum(own);
       // The lengths may have changed since they were counted: then there may be no such lane.
       const unsigned found = __ballot_sync(~0u, in_window < end);

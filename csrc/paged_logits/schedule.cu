@@ -76,16 +76,10 @@ __global__ void __launch_bounds__(kMaxThreads) schedule_kernel(const SchedulePar
 void launch_schedule(const ScheduleParams& p, int device) {
   const device::KernelFacts& facts = device::kernel_facts<schedule_kernel>(device);
   const int64_t threads = std::clamp<int64_t>(std::max(p.lengths.batch, p.workers + 1), 1, kMaxThreads);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(static_cast<unsigned>((threads + kWarpThreads - 1) / kWarpThreads * kWarpThreads));
-  config.stream = device::current_stream(device);
-  config.attrs = &overlap;
-  config.numAttrs = facts.ptx_version >= 90 ? 1 : 0;  // code written for less does not wait
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, schedule_kernel, p));
+  // Code that was written for less than sm_90 does not wait for the kernel in front.
+  device::launch_overlapping(schedule_kernel, 1,
+                             static_cast<int>((threads + kWarpThreads - 1) / kWarpThreads * kWarpThreads), 0, device,
+                             facts.ptx_version >= 90, p);
 }
 
 }  // namespace mqa::paged_logits
