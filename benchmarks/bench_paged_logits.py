@@ -14,11 +14,12 @@ import torch
 
 import torch_mqa_ops as mqa
 
+# --block-size and --head-dim set these.
 BLOCK, HEAD_DIM = 64, 128
 ROW_BYTES = HEAD_DIM + 4
 CUDA_SHAPES = [(1, 131072), (4, 65536), (16, 32768), (64, 8192), (64, 32768), (128, 4096), (256, 32768)]
 CPU_SHAPES = [(4, 4096), (1, 32768)]
-CUDA_POOL_BLOCKS, CUDA_MAX_SETS = 200_704, 40  # 1.7 GB
+CUDA_POOL_BYTES, CUDA_MAX_SETS = 200_704 * 8448, 40  # 1.7 GB
 CPU_POOL_BLOCKS, CPU_MAX_SETS = 4096, 4
 GATHER_TILES = [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]  # (tokens per program, warps)
 QUANTISED_TOKENS = 65_536
@@ -383,6 +384,78 @@ def bench_quantisers(pool: torch.Tensor) -> list[dict]:
     return results
 
 
+def bench_options(pool: torch.Tensor) -> list[dict]:
+    """Result types, lengths per slot and clean_logits at H 32, against the plain call."""
+    layouts = draw_layouts(64, 32768, len(pool), 2, pool.device)
+    max_seq_len = max(int(layout.seq_lens.max()) for layout in layouts)
+    rows = []
+    for next_n in (1, 4):
+        sets = make_sets(layouts, 32, next_n, max_seq_len)
+
+        def calls(
+            dtype: torch.dtype = torch.float32, lengths_per_slot: bool = False, clean: bool = False, sets: list = sets
+        ) -> list[Callable]:
+            return [
+                functools.partial(
+                    mqa.fp8_paged_mqa_logits,
+                    s.q,
+                    pool,
+                    s.weights,
+                    s.layout.block_tables,
+                    row_limits(s).int() if lengths_per_slot else s.layout.seq_lens,
+                    max_seq_len,
+                    output_dtype=dtype,
+                    clean_logits=clean,
+                    out=torch.empty(s.out.shape, dtype=dtype, device=pool.device),
+                )
+                for s in sets
+            ]
+
+        times = common.graph_times(
+            {
+                "float32": calls(),
+                "bfloat16": calls(torch.bfloat16),
+                "float16": calls(torch.float16),
+                "lengths per slot": calls(lengths_per_slot=True),
+                "clean_logits": calls(clean=True),
+            },
+            target_ms=1.5,
+        )
+        dead = statistics.mean(int((max_seq_len - row_limits(s)).sum()) for s in sets) * 4
+        rows.append({"batch": 64, "mean": 32768, "heads": 32, "next_n": next_n, "dead_bytes": dead, "times": times})
+    return rows
+
+
+def bench_batches(pool: torch.Tensor) -> list[dict]:
+    """Batches from 1 to 32768 of equal requests, and one very uneven batch, at H 64; keys may be in L2."""
+    device, heads, width = pool.device, 64, 512
+
+    def inputs(lens: torch.Tensor, width: int) -> tuple:
+        batch = len(lens)
+        q = torch.randn(batch, 1, heads, HEAD_DIM, device=device).to(torch.float8_e4m3fn)
+        tables = torch.randint(0, len(pool), (batch, -(-width // BLOCK)), dtype=torch.int32, device=device)
+        return q, pool, torch.randn(batch, heads, device=device), tables, lens, width
+
+    def microseconds(call: Callable) -> float:
+        return common.graph_times({"ours": [call] * 4}, target_ms=0.5, replays=5)["ours"]["us"]
+
+    def logits_us(lens: torch.Tensor, width: int) -> float:
+        out = torch.empty(len(lens), mqa.padded_seq_len(width), device=device)
+        return microseconds(functools.partial(mqa.fp8_paged_mqa_logits, *inputs(lens, width), out=out))
+
+    rows = []
+    for length in (64, 512):
+        for batch in (1, 2, 4, 8, 16, 32, 33, 64, 128, 129, 256, 512, 1024, 1025, 2048, 4096, 8192, 16384, 32768):
+            lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+            schedule_us = microseconds(functools.partial(mqa.compute_paged_mqa_logits_schedule, lens))
+            rows.append({"batch": batch, "length": length, "us": logits_us(lens, width), "schedule_us": schedule_us})
+    uneven = torch.full((64,), 100, dtype=torch.int32, device=device)
+    uneven[17] = 500_000
+    for name, lens in (("500,000 among 63 x 100", uneven), ("500,000 alone", uneven[17:18])):
+        rows.append({"batch": len(lens), "length": name, "us": logits_us(lens, 500_000), "schedule_us": None})
+    return rows
+
+
 def bench_host(pool: torch.Tensor, peer: str | None) -> dict[str, float]:
     """Host microseconds per eager call, on a problem whose kernel is shorter than the call."""
     [s] = make_sets(draw_layouts(4, 256, len(pool), 1, pool.device), 64, 1, 512)
@@ -444,6 +517,25 @@ def print_cuda_tables(record: dict) -> None:
         ]
         for r in record["quantisers"]
     ]
+    options = [
+        [f"{r['batch']} x {r['mean']}", str(r["next_n"]), str(r["heads"]), f"{r['dead_bytes'] / 1e6:.1f}"]
+        + [us(r, name) for name in r["times"]]
+        for r in record["options"]
+    ]
+    print("\noptions, us:")
+    print(common.format_table(["shape", "n", "H", "dead MB", *record["options"][0]["times"]], options))
+    batches = [
+        [
+            str(r["batch"]),
+            str(r["length"]),
+            f"{r['us']:.2f}",
+            f"{1e3 * r['us'] / r['batch']:.1f}",
+            "-" if r["schedule_us"] is None else f"{r['schedule_us']:.2f}",
+        ]
+        for r in record["batches"]
+    ]
+    print("\nbatches of equal requests, and an uneven one, H 64:")
+    print(common.format_table(["batch", "length", "us", "ns a request", "schedule us"], batches))
     print(f"\n{QUANTISED_TOKENS} tokens, D {HEAD_DIM} (q: 64 heads):")
     print(common.format_table(["op", "us", "GB/s", "copy us", "x copy", "round-trip error"], quantisers))
     print("\nhost time of one eager call:")
@@ -479,6 +571,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 32])
     parser.add_argument("--next-n", type=int, nargs="+", help="default: 1 2 3 4 (CPU: 1 2)")
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="BATCHxMEAN", help="for example 1x131072")
+    parser.add_argument("--block-size", type=int, default=BLOCK, help="tokens per block")
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
     parser.add_argument("--peer", choices=["deep_gemm"], help="time this package beside ours (CUDA)")
     parser.add_argument("--output", type=pathlib.Path, default=common.RESULTS, metavar="DIR")
     return parser.parse_args()
@@ -490,7 +584,7 @@ def run_cuda(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings.items() if isinstance(rate, float))
     print(f"ceilings: {rates}", flush=True)
     torch.cuda.empty_cache()
-    pool = make_pool(CUDA_POOL_BLOCKS, device)
+    pool = make_pool(CUDA_POOL_BYTES // (BLOCK * ROW_BYTES), device)
     for shape in arguments.shapes or CUDA_SHAPES:
         layouts = draw_layouts(*shape, len(pool), CUDA_MAX_SETS, device)
         max_seq_len = max(int(layout.seq_lens.max()) for layout in layouts)
@@ -508,6 +602,8 @@ def run_cuda(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
                 print(f"{shape[0]} x {shape[1]} n {next_n} H {heads}, us: {times}", flush=True)
     common.save(record, arguments.output)  # nothing below costs as much to measure again
     record["host_us"] = bench_host(pool, arguments.peer)
+    record["options"] = bench_options(pool)
+    record["batches"] = bench_batches(pool)
     record["quantisers"] = bench_quantisers(pool)
     print()
     print_cuda_tables(record)
@@ -533,7 +629,11 @@ def run_cpu(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
 
 
 def main() -> None:
+    global BLOCK, HEAD_DIM, ROW_BYTES
     arguments = parse_arguments()
+    usual = (BLOCK, HEAD_DIM)
+    BLOCK, HEAD_DIM, ROW_BYTES = arguments.block_size, arguments.head_dim, arguments.head_dim + 4
+    name = "paged_logits" + ("" if usual == (BLOCK, HEAD_DIM) else f"_s{BLOCK}_d{HEAD_DIM}")
     on_gpu = torch.cuda.is_available()
     if arguments.peer:
         if not on_gpu:
@@ -542,7 +642,12 @@ def main() -> None:
             __import__(arguments.peer)
         except ImportError as error:
             raise SystemExit(f"--peer {arguments.peer}: {error}") from error
-    record = {"bench": "paged_logits", **common.environment(torch.device("cuda" if on_gpu else "cpu"))}
+    record = {
+        "bench": name,
+        "block_size": BLOCK,
+        "head_dim": HEAD_DIM,
+        **common.environment(torch.device("cuda" if on_gpu else "cpu")),
+    }
     record |= {"method": METHOD if on_gpu else CPU_METHOD, "peer": arguments.peer, "rows": []}
     print(f"{record['card']}, torch {record['torch']}, commit {record['commit']}", flush=True)
     path = (run_cuda if on_gpu else run_cpu)(arguments, record)

@@ -259,6 +259,48 @@ def test_capture_with_short_rows_replays_long_ones_at_full_speed():
     assert short <= 1.1 * long, (short, long)
 
 
+def test_lengths_that_the_kernel_in_front_has_just_written():
+    """A launch overlaps the kernel in front and looks at the lengths early: what that one writes must count.
+
+    In front is a call whose float32 results are these lengths, bit for bit: its sums are 1, its scales L x 2^-149.
+    """
+    batch, context = 8, 1 << 18
+    decode = Decode(batch, longest=4000)
+    in_front = torch.zeros(1, context, device="cuda")
+    decode.seq_lens = in_front.view(torch.int32)[0, -batch:]
+    q = torch.zeros(1, 1, 8, 128, device="cuda")
+    q[..., 0] = 1
+    pool = torch.zeros(2, 64, 1, 132, dtype=torch.uint8, device="cuda")
+    values, scales = inputs.kv_parts(pool)
+    values[..., 0] = 0x38  # 1 in e4m3
+    weights = torch.zeros(1, 8, device="cuda")
+    weights[0, 3] = 1
+    table = torch.zeros(1, context // 64, dtype=torch.int32, device="cuda")
+    table[0, -1] = 1
+    written = scales.view(torch.int32)[1, -batch:]
+    lens = torch.full((1,), context, dtype=torch.int32, device="cuda")
+    old = torch.empty(batch, dtype=torch.int32, device="cuda")
+
+    def both() -> torch.Tensor:
+        decode.seq_lens.copy_(old)
+        mqa.fp8_paged_mqa_logits(q.to(torch.float8_e4m3fn), pool, weights, table, lens, context, out=in_front)
+        return decode.score()
+
+    graph, result = capture(both)
+    shuffled = torch.Generator().manual_seed(0)
+    for seed in range(20):
+        new = torch.randint(0, 4001, (batch,), generator=shuffled, dtype=torch.int32)
+        decode.refill(new.tolist(), seed)
+        old.copy_(
+            new[torch.randperm(batch, generator=shuffled)] if seed % 2 else torch.full((batch,), 4000 * seed // 20)
+        )
+        written.copy_(new)
+        result.fill_(-777.0)
+        graph.replay()
+        assert torch.equal(decode.seq_lens.cpu(), new)
+        assert same_bits(result, decode.score())
+
+
 def test_width_of_the_result_decides_nothing():
     decode = Decode()
     decode.refill([0, 1, 300, 1000], seed=3)

@@ -32,6 +32,16 @@ def test_logits(head_dim: int, heads: int, next_n: int, schedule: str) -> None:
     reference.assert_logits(logits, reference.paged_mqa_logits(**case), clean=True)
 
 
+@pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (64, 4), (128, 5)])
+def test_rings_go_round(heads: int, next_n: int) -> None:
+    """More tiles and more requests to a block than it has stages of anything."""
+    case = paged_case(
+        next_n=next_n, heads=heads, head_dim=32, block_size=256, lengths=[30] * 60 + [130_000], device="cuda"
+    )
+    logits = torch_mqa_ops.fp8_paged_mqa_logits(**case, clean_logits=True)
+    reference.assert_logits(logits, reference.paged_mqa_logits(**case), clean=True)
+
+
 def test_quantisers() -> None:
     """Shared, negative and far slots; tables and offsets that point anywhere."""
     torch.manual_seed(0)

@@ -266,7 +266,7 @@ def precompile_paged_mqa_logits(
     _schedule(lens, _num_workers(lens.device))
     # Kernels differ by H, D and n; a pool without blocks takes the one that serves wherever another may not.
     for head_dim in (32, 64, 128):
-        shapes = [(1, next_n, heads) for next_n in (1, 2, 4, 5) for heads in (8, 16, 32, 64, 128)]
+        shapes = [(1, next_n, heads) for next_n in (1, 2, 3, 4, 5) for heads in (8, 16, 32, 64, 128)]
         for blocks, next_n, heads in (*shapes, (0, 1, 128)):
             q = torch.zeros(1, next_n, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
             cache = torch.zeros(blocks, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)

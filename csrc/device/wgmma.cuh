@@ -62,6 +62,8 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #define MQA_ACCUMULATORS_16(i) MQA_ACCUMULATORS_8(i), MQA_ACCUMULATORS_8(i + 8)
 #define MQA_ACCUMULATORS_32(i) MQA_ACCUMULATORS_16(i), MQA_ACCUMULATORS_16(i + 16)
 #define MQA_ACCUMULATORS_64(i) MQA_ACCUMULATORS_32(i), MQA_ACCUMULATORS_32(i + 32)
+#define MQA_ACCUMULATORS_96(i) MQA_ACCUMULATORS_64(i), MQA_ACCUMULATORS_32(i + 64)
+#define MQA_ACCUMULATORS_128(i) MQA_ACCUMULATORS_64(i), MQA_ACCUMULATORS_64(i + 64)
 #define MQA_MULTIPLY(N, COUNT, REGISTERS, A, B, ADD)                                                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" ADD                                            \
                ", 0;\n"                                                                                \
@@ -92,6 +94,26 @@ __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
                  "64", "65", "66");
+  } else if constexpr (kColumns == 192) {
+    MQA_MULTIPLY(192, 96,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95",
+                 "96", "97", "98");
+  } else if constexpr (kColumns == 256) {
+    MQA_MULTIPLY(256, 128,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
+                 "128", "129", "130");
   } else {
     static_assert(kColumns == 8, "no such instruction here");
   }
@@ -103,5 +125,7 @@ __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_
 #undef MQA_ACCUMULATORS_16
 #undef MQA_ACCUMULATORS_32
 #undef MQA_ACCUMULATORS_64
+#undef MQA_ACCUMULATORS_96
+#undef MQA_ACCUMULATORS_128
 
 }  // namespace mqa::device

@@ -66,15 +66,14 @@ bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
                      {head_dim, static_cast<cuuint32_t>(p.heads), 1, 1});
 }
 
-template <int kHeadDim, int kHeads, int kSlots, int kGroups>
+template <int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks>
 bool launch(LogitsParams& p, const Tensor& anchor, int device) {
-  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads, kSlots, kGroups>;
-  constexpr int kTeamBlocks = HopperTeam<kGroups>::kBlocks;
+  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads, kSlots, kGroups, kBlocks>;
   const device::KernelFacts& facts = device::kernel_facts<kernel>(device);
   // Code that was compiled from older PTX on the spot has no Hopper kernel in it.
   if (facts.binary_version != 90 || facts.ptx_version != 90 || p.cache.num_blocks == 0) return false;
   constexpr int kReservedShared = 1024;  // by the system, of each block
-  const int shared_limit = (facts.dynamic_shared_limit + kReservedShared) / kTeamBlocks - kReservedShared;
+  const int shared_limit = (facts.dynamic_shared_limit + kReservedShared) / kBlocks - kReservedShared;
   const int slots = align_up(static_cast<int>(p.next_n), kSlots);
   HopperPlan plan = hopper_plan(slots, kHeads, kHeadDim, kGroups, shared_limit);
   CUtensorMap keys, queries{};
@@ -98,24 +97,31 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   // Where two blocks fit, the second place is worth more to the next kernel, unless there is much to do in this one.
   constexpr int64_t kManyTiles = 256;  // at most, per multiprocessor
   const bool fill = tiles > kManyTiles * facts.multiprocessors;
-  plan.guesses = kTeamBlocks > 1 && !fill;
-  device::launch_overlapping(kernel, facts.multiprocessors * (fill ? kTeamBlocks : 1), (kGroups + 1) * kGroupThreads,
+  plan.guesses = kBlocks > 1 && !fill;
+  device::launch_overlapping(kernel, facts.multiprocessors * (fill ? kBlocks : 1), (kGroups + 1) * kGroupThreads,
                              plan.shared_bytes, device, true, p, keys, queries, plan);
   return true;
 }
 
-// A set is of as many slots as are worth an instruction: up to four, and up to 128 columns. See HopperTeam for groups.
+// A set is of as many slots as an instruction takes; where one set is not enough, sets of up to 128 columns.
 template <int kHeadDim, int kHeads>
 bool launch_for_slots(LogitsParams& p, const Tensor& anchor, int device) {
   constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
-  if (p.next_n == 1) return launch<kHeadDim, kHeads, 1, kHeads <= 64 ? 2 : 3>(p, anchor, device);
-  if constexpr (kHeads == 32) {
-    if (p.next_n == 2) return launch<kHeadDim, kHeads, 2, 2>(p, anchor, device);
+  const int64_t next_n = p.next_n;
+  if (next_n == 1) return launch<kHeadDim, kHeads, 1, kHeads <= 64 ? 2 : 3, kHeads <= 64 ? 2 : 1>(p, anchor, device);
+  if constexpr (kHeads == 128) {
+    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 2, 1>(p, anchor, device);
+  } else if constexpr (kHeads == 64) {
+    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
+    if (next_n == 3) return launch<kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
+    if (next_n == 4) return launch<kHeadDim, kHeads, 4, 2, 1>(p, anchor, device);
+  } else if constexpr (kHeads == 32) {
+    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
+    if (next_n <= 4) return launch<kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
+  } else {
+    if (next_n <= 4) return launch<kHeadDim, kHeads, 4, 2, 2>(p, anchor, device);
   }
-  if constexpr (kMost > 1) {
-    if (p.next_n <= kMost) return launch<kHeadDim, kHeads, kMost, kHeads * kMost <= 64 ? 2 : 3>(p, anchor, device);
-  }
-  return launch<kHeadDim, kHeads, kMost, 4>(p, anchor, device);
+  return launch<kHeadDim, kHeads, kMost, 4, 1>(p, anchor, device);
 }
 
 template <int kHeadDim>

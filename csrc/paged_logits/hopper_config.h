@@ -12,21 +12,26 @@ constexpr int kHopperTileTokens = 64;  // rows of a matrix instruction
 constexpr int kGroupThreads = 128;
 enum Helper { kProducer, kQueryLoader, kWeightLoader, kFiller };  // a warp each
 
-// How many groups score, by what a lane holds: at two, two blocks fit a multiprocessor, and the set-up of the next
-// kernel overlaps this one; at four, weights stay in shared memory, and any number of sets of slots is served.
-template <int kGroups>
+// How many groups score, and how many blocks a multiprocessor takes, by what a lane holds: two blocks where they fit,
+// so that the set-up of the next kernel overlaps this one; four groups leave weights in shared memory and serve any
+// number of sets of slots.
+template <int kGroups, int kBlocks>
 struct HopperTeam;
 template <>
-struct HopperTeam<2> {
-  static constexpr int kBlocks = 2, kConsumerRegisters = 96, kHelperRegisters = 48;
+struct HopperTeam<2, 2> {
+  static constexpr int kConsumerRegisters = 96, kHelperRegisters = 48;
 };
 template <>
-struct HopperTeam<3> {
-  static constexpr int kBlocks = 1, kConsumerRegisters = 152, kHelperRegisters = 56;
+struct HopperTeam<2, 1> {
+  static constexpr int kConsumerRegisters = 224, kHelperRegisters = 56;
 };
 template <>
-struct HopperTeam<4> {
-  static constexpr int kBlocks = 1, kConsumerRegisters = 104, kHelperRegisters = 64;
+struct HopperTeam<3, 1> {
+  static constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
+};
+template <>
+struct HopperTeam<4, 1> {
+  static constexpr int kConsumerRegisters = 104, kHelperRegisters = 64;
 };
 
 constexpr int kBurst = 4;  // tiles whose copies the producer starts together

@@ -3,15 +3,16 @@
 // One block per multiprocessor (or two) takes an equal run of the tiles of 64 tokens of all requests. A producer warp
 // walks the run and fetches K by bulk tensor copies (one box per page and tile, swizzled for the matrix unit) and the
 // tokens' scales by bulk copies into a ring of stages; two more warps fetch each request's q and weights one request
-// ahead. Groups of four warps score tiles: wgmma with K as the row operand (64 tokens) and the heads of one, two or
-// four query slots as columns, both from shared memory, then the sum over heads in registers: two operations per
-// product. All slots share one read of K.
+// ahead. Groups of four warps score tiles: wgmma with K as the row operand (64 tokens) and the heads of one to four
+// query slots as columns, both from shared memory, then the sum over heads in registers: two operations per product.
+// All slots share one read of K.
 //
 // The host asks for programmatic dependent launch: a block's set-up overlaps the end of the kernel in front, and all of
 // that kernel where the two fit a multiprocessor together.
 //
-// What bounds it: up to 64 columns the read of K. From 128 on the sums and the matrix unit, which compete for the
-// register file: an operation on an accumulator takes about twice as long while products are under way.
+// What bounds it: up to 64 columns the read of K, at 128 nearly so. Beyond, a tile of 256 columns takes its two groups
+// 830 clocks where the matrix unit needs 512: a group's sums take 1,100 (400 instructions, which the register file
+// serves more slowly while products are under way), its products 540; and the card lowers its clock, to 1.65 GHz.
 //
 // Only the producer looks at lengths to find its way, and hands the rest what it found: whatever is written to the
 // inputs meanwhile, nobody waits for a tile that does not come.
@@ -22,11 +23,15 @@
 // burst's stages waited for by its own lane); K marked to leave the L2 cache first, and no promotion of its reads;
 // starting the copies of four tiles from as many lanes (eight start later, which small batches feel); scales ahead of
 // values, or every tile of a burst waits for all of it; addresses and bounds that the compiler cannot rebuild per tile;
-// jobs, so that a consumer reads nothing about a tile before its products. What did not: products of the next tile
-// started before the sums of one (two sets of accumulators; more warps hide as much), 64 columns per instruction where
-// there are more (both operands come from shared memory, at all its rate), reading K's first tiles into the L2 cache
-// ahead of the kernel in front, a second producer, clusters of 8 (half of them do not fit at once), more blocks than
-// fit at once, handing out the last tiles by an atomic counter (a chunk of four takes its block 2 us to find).
+// jobs, so that a consumer reads nothing about a tile before its products; weights held in registers (shared memory,
+// busy with the products, makes 256 columns a tenth slower). What did not: products of the next tile started before the
+// sums of one (two sets of accumulators; more warps hide as much), 64 columns per instruction where there are more
+// (both operands come from shared memory, at all its rate; K from registers costs more instructions), a slot instead of
+// a tile per group, a maximum or a predicated sum for x + |x|, reading K's first tiles into the L2 cache ahead of the
+// kernel in front, a second producer, clusters of 8 (half of them do not fit at once), more blocks than fit at once,
+// handing out the last tiles by an atomic counter (a chunk of four takes its block 2 us to find). Untried in earnest:
+// sum w relu(x) = (sum w x + sum w |x|) / 2 with the first sum from a few more columns (w folded into q, in pieces)
+// leaves one operation per product; with it for nothing, 128 columns took 3 to 8 % less time and 256 took 10 % less.
 //
 // Bits: a score depends on its own q, K, scale and weights alone; tiles and slots only move about.
 #pragma once
@@ -56,14 +61,15 @@ struct RingPosition {
 
 // kSlots: query slots that a matrix instruction takes together, a set; the columns are their heads. With fewer than
 // four groups there is one set: the groups take turns at the tiles, and a lane holds its weights in registers.
-template <int kHeadDim, int kHeads, int kSlots, int kGroups>
+// kOutBytes, below: of a result; a branch per result is felt where the sums are the bound.
+template <int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks>
 struct HopperKernel {
   static constexpr unsigned kTileTokens = kHopperTileTokens;
   static constexpr int kTileBytes = kHopperTileTokens * kHeadDim;
   static constexpr int kColumns = kSlots * kHeads;
-  static constexpr int kAccumulators = kColumns / 2;            // per thread
-  static constexpr int kWeightVectors = (kHeads + 15) / 16;     // of 16 bytes, per slot and lane of a quad
-  static constexpr int kResults = kSlots > 1 ? kSlots / 2 : 1;  // that a lane stores
+  static constexpr int kAccumulators = kColumns / 2;         // per thread
+  static constexpr int kWeightVectors = (kHeads + 15) / 16;  // of 16 bytes, per slot and lane of a quad
+  static constexpr int kResults = (kSlots + 1) / 2;          // that a lane stores
   static constexpr bool kOneSet = kGroups < 4;
   static constexpr int kHeldWeights = kOneSet ? kHeads / 4 : 1;  // per slot
 
@@ -396,6 +402,7 @@ struct HopperKernel {
     return device::load_shared_int4(rows.weights + (slot * kWeightVectors + vector) * 64);
   }
 
+  template <int kOutBytes>
   __device__ void load_rows(Rows& rows, int request, int query_stage, int set, int token) const {
     rows.weights = weights(query_stage) + set * kSlots * (kWeightVectors * 64) + lane % 4 * 16;
     if constexpr (kOneSet) {
@@ -412,15 +419,15 @@ struct HopperKernel {
         }
       }
     }
-    const int out_bytes = p.out_type == FloatType::kFloat32 ? 4 : 2;
 #pragma unroll
     for (int k = 0; k < kResults; ++k) {
-      const int slot = set * kSlots + 2 * k + (kSlots > 1 ? lane >> 1 & 1 : 0);
-      const bool stores = slot < p.next_n && (kSlots > 1 || !(lane & 2));
+      const int in_set = 2 * k + (lane >> 1 & 1);
+      const int slot = set * kSlots + min(in_set, kSlots - 1);
+      const bool stores = in_set < kSlots && slot < p.next_n;
       const auto limit = static_cast<unsigned>(device::load_shared_int(limits(query_stage) + slot * 4));
       rows.limit[k] = limit;
       rows.bound[k] = !stores ? 0 : p.clean ? static_cast<unsigned>(p.max_seq_len) : limit;
-      rows.out[k] = static_cast<uint8_t*>(p.out) + ((request * p.next_n + slot) * p.out_stride + token) * out_bytes;
+      rows.out[k] = static_cast<uint8_t*>(p.out) + ((request * p.next_n + slot) * p.out_stride + token) * kOutBytes;
       // Opaque to the compiler, which would else compute them anew for every tile.
       asm volatile("" : "+l"(rows.out[k]), "+r"(rows.bound[k]));
     }
@@ -453,8 +460,8 @@ struct HopperKernel {
   };
 
   // Sums over heads, in a lane and over the lanes of a quad; then the stores.
-  __device__ void sum_and_store(const float (&scores)[kAccumulators], const Tile& tile, const Rows& rows,
-                                unsigned tile_bytes) const {
+  template <int kOutBytes>
+  __device__ void sum_and_store(const float (&scores)[kAccumulators], const Tile& tile, const Rows& rows) const {
     const bool odd = lane & 1;
     const bool upper = lane & 2;
     float halves[kSlots];  // of token g + 8 in odd lanes, of token g in even ones; the rest is two lanes away
@@ -489,15 +496,16 @@ struct HopperKernel {
     }
 #pragma unroll
     for (int k = 0; k < kResults; ++k) {
-      // Two slots share the last step.
-      const float own = kSlots > 1 && upper ? halves[kSlots > 1 ? 2 * k + 1 : 0] : halves[2 * k];
-      const float other = kSlots > 1 && !upper ? halves[kSlots > 1 ? 2 * k + 1 : 0] : halves[2 * k];
+      // Two slots share the last step, where there are two.
+      const int second = min(2 * k + 1, kSlots - 1);
+      const float own = upper ? halves[second] : halves[2 * k];
+      const float other = upper ? halves[2 * k] : halves[second];
       const float sum = own + __shfl_xor_sync(~0u, other, 2);
       if (tile.column < rows.bound[k]) {
         const float score = tile.column < rows.limit[k] && !tile.absent ? sum * tile.scale : -INFINITY;
-        uint8_t* target = rows.out[k] + uint64_t{tile.number} * tile_bytes;
+        uint8_t* target = rows.out[k] + uint64_t{tile.number} * (kHopperTileTokens * kOutBytes);
         __builtin_assume(__isGlobal(target));  // forgotten when it was made opaque
-        if (p.out_type == FloatType::kFloat32) {
+        if constexpr (kOutBytes == 4) {
           *reinterpret_cast<float*>(target) = score;
         } else {
           device::store_float(target, p.out_type, 0, score);
@@ -511,12 +519,12 @@ struct HopperKernel {
     if (lane == 0) device::arrive(barrier);
   }
 
+  template <int kOutBytes>
   __device__ void consume(int group) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarpThreads % 4;
     const int token = 16 * warp + lane / 4 + 8 * (lane & 1);  // whose scores this lane stores
     int token_page = 1 << (token >> min(p.cache.block_shift, 6));
-    unsigned tile_bytes = kHopperTileTokens * (p.out_type == FloatType::kFloat32 ? 4 : 2);
-    asm volatile("" : "+r"(token_page), "+r"(tile_bytes));  // as in load_rows
+    asm volatile("" : "+r"(token_page));  // as in load_rows
     const int first_set = group % set_step;
     const bool one_set = first_set < sets && sets <= set_step;  // for this group
     int skip = group / set_step;  // tiles of the next job that come before this group's next tile
@@ -532,7 +540,7 @@ struct HopperKernel {
       // Of the first lane, so that the compiler knows it to be the same in all.
       const Job next{words.x, words.y, __shfl_sync(~0u, words.z, 0)};
       if (next.tiles < 0) return;
-      if (one_set && skip < next.tiles) load_rows(rows, next.request, query_stage, first_set, token);
+      if (one_set && skip < next.tiles) load_rows<kOutBytes>(rows, next.request, query_stage, first_set, token);
       const uint32_t queries_at = query(query_stage) + first_set * (kColumns * kHeadDim);
       int i = skip;
 #pragma unroll 1
@@ -546,13 +554,13 @@ struct HopperKernel {
         if (kOneSet || one_set) {
           multiply(scores, values(ring.stage), queries_at);
           release(empty(ring.stage));
-          sum_and_store(scores, tile, rows, tile_bytes);
+          sum_and_store<kOutBytes>(scores, tile, rows);
         } else {
 #pragma unroll 1
           for (int set = first_set; set < sets; set += set_step) {
             multiply(scores, values(ring.stage), query(query_stage) + set * (kColumns * kHeadDim));
-            load_rows(rows, next.request, query_stage, set, token);
-            sum_and_store(scores, tile, rows, tile_bytes);
+            load_rows<kOutBytes>(rows, next.request, query_stage, set, token);
+            sum_and_store<kOutBytes>(scores, tile, rows);
           }
           release(empty(ring.stage));
         }
@@ -565,13 +573,13 @@ struct HopperKernel {
   }
 };
 
-template <int kHeadDim, int kHeads, int kSlots, int kGroups>
-__global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, HopperTeam<kGroups>::kBlocks)
+template <int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks>
+__global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, kBlocks)
     hopper_fp8_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ CUtensorMap keys,
                              const __grid_constant__ CUtensorMap queries, const __grid_constant__ HopperPlan plan) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
-  const HopperKernel<kHeadDim, kHeads, kSlots, kGroups> kernel(p, keys, queries, plan, shared);
+  const HopperKernel<kHeadDim, kHeads, kSlots, kGroups, kBlocks> kernel(p, keys, queries, plan, shared);
 
   if (threadIdx.x == 0) {
     device::prefetch_map(&keys);
@@ -586,10 +594,14 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, HopperTeam<kGro
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
   if (warp < kConsumerWarps) {
     // These see nothing, and so write nothing, before the helpers do.
-    device::raise_registers<HopperTeam<kGroups>::kConsumerRegisters>();
-    kernel.consume(warp / 4);
+    device::raise_registers<HopperTeam<kGroups, kBlocks>::kConsumerRegisters>();
+    if (p.out_type == FloatType::kFloat32) {
+      kernel.template consume<4>(warp / 4);
+    } else {
+      kernel.template consume<2>(warp / 4);
+    }
   } else {
-    device::lower_registers<HopperTeam<kGroups>::kHelperRegisters>();
+    device::lower_registers<HopperTeam<kGroups, kBlocks>::kHelperRegisters>();
     if (warp == kConsumerWarps + kProducer) return kernel.produce();
     device::wait_for_previous_kernel();
     switch (warp - kConsumerWarps) {
