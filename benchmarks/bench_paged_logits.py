@@ -467,7 +467,7 @@ def bench_host(pool: torch.Tensor, peer: str | None) -> dict[str, float]:
         calls |= {name: functools.partial(call, s) for name, call in deep_gemm_contenders(pool, [s], 512).items()}
     few = torch.zeros(16, device=pool.device)
     calls["torch add_ on 16 floats"] = lambda: few.add_(1)
-    return {name: common.host_us(call) for name, call in calls.items()}
+    return common.host_us(calls)
 
 
 def us(row: dict, name: str) -> str:

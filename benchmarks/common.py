@@ -130,17 +130,21 @@ def _eager_us(call: Callable[[], object], calls: int = 4) -> float:
     return statistics.median(start.elapsed_time(end) * 1e3 / calls for start, end in times[3:])
 
 
-def host_us(call: Callable[[], object], calls: int = 500) -> float:
-    """Host time of one eager call: wall clock over many with no synchronisation, median of 5 series."""
-    series = []
+def host_us(contenders: dict[str, Callable[[], object]], calls: int = 500) -> dict[str, float]:
+    """Host time of one eager call of each: wall clock over many with no synchronisation.
+
+    The contenders take turns, a series each; the median of 5, after one to warm up.
+    """
+    series: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        series.append((time.perf_counter() - start) * 1e6 / calls)
+        for name, call in contenders.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            series[name].append((time.perf_counter() - start) * 1e6 / calls)
     torch.cuda.synchronize()
-    return statistics.median(series[1:])
+    return {name: statistics.median(measured[1:]) for name, measured in series.items()}
 
 
 def _memory_ceilings() -> dict:
