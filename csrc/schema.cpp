@@ -28,11 +28,22 @@ STABLE_TORCH_LIBRARY(mqa, m) {
   m.def(
       "quantize_q_fp8.out(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float? softmax_scale=None, "
       "Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()");
+  m.def("quantize_q_mxfp4(Tensor q) -> (Tensor q_fp4, Tensor q_sf)");
+  m.def("quantize_q_mxfp4.out(Tensor q, *, Tensor(a!) q_fp4, Tensor(b!) q_sf) -> ()");
   m.def("quantize_k_cache_fp8(Tensor k, Tensor slot_mapping, Tensor(a!) kv_fused, *, bool pow2_scale=True) -> ()");
+  m.def(
+      "quantize_k_cache_mxfp4(Tensor k, Tensor slot_mapping, Tensor(a!) kv_fused, *, "
+      "bool is_kv_sf_interleaved=False) -> ()");
   m.def(
       "gather_k_cache_fp8(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt total_tokens) "
       "-> (Tensor k, Tensor k_scale)");
   m.def(
       "gather_k_cache_fp8.out(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt total_tokens, *, "
       "Tensor(a!) k, Tensor(b!) k_scale) -> ()");
+  m.def(
+      "gather_k_cache_mxfp4(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt total_tokens, *, "
+      "bool is_kv_sf_interleaved=False) -> (Tensor k, Tensor k_sf)");
+  m.def(
+      "gather_k_cache_mxfp4.out(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt total_tokens, *, "
+      "bool is_kv_sf_interleaved=False, Tensor(a!) k, Tensor(b!) k_sf) -> ()");
 }

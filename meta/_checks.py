@@ -86,12 +86,16 @@ def check_device(op: str, name: str, tensor: torch.Tensor, reference_name: str, 
     )
 
 
-def check_fp8_cache(op: str, name: str, cache: torch.Tensor, head_dim) -> None:
-    check_rank(op, name, cache, 4, "[blocks, S, 1, D + 4]")
+def check_cache(
+    op: str, name: str, cache: torch.Tensor, format: str, head_dim, interleaved_scales: bool = False
+) -> None:
+    """``format`` is "fp8" or "mxfp4"."""
+    shape = "[blocks, S, 1, D + 4]" if format == "fp8" else "[blocks, S, 1, D/2 + D/32]"
+    token_bytes = head_dim + 4 if format == "fp8" else head_dim // 2 + head_dim // 32
+    check_rank(op, name, cache, 4, shape)
     check_dtype(op, name, cache.dtype, torch.uint8)
     check_choice(op, f"{name} must have S", cache.size(1), 16, 32, 64, 128, 256)
-    sizes = [cache.size(0), cache.size(1), 1, head_dim + 4]
-    check_shape(op, name, cache, "[blocks, S, 1, D + 4]", sizes)
+    check_shape(op, name, cache, shape, [cache.size(0), cache.size(1), 1, token_bytes])
     check_inner_contiguous(op, name, cache, 3)
 
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -101,6 +105,12 @@ def check_fp8_cache(op: str, name: str, cache: torch.Tensor, head_dim) -> None:
             op,
             cache.stride(0) % 16 == 0,
             lambda: f"{name} must have a block stride that is a multiple of 16 bytes, got {cache.stride(0)}",
+        )
+    if interleaved_scales:
+        require(
+            op,
+            cache.size(1) == 128,
+            lambda: f"is_kv_sf_interleaved must be False unless {name} has S = 128, got True with S = {cache.size(1)}",
         )
 
 

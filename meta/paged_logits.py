@@ -4,10 +4,10 @@ import torch
 
 from ._checks import (
     FLOATS,
+    check_cache,
     check_choice,
     check_device,
     check_dtype,
-    check_fp8_cache,
     check_inner_contiguous,
     check_no_internal_overlap,
     check_range,
@@ -36,7 +36,7 @@ def _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
     check_inner_contiguous(op, "q", q, 2)
 
     check_device(op, "kv_fused", kv_fused, "q", q)
-    check_fp8_cache(op, "kv_fused", kv_fused, head_dim)
+    check_cache(op, "kv_fused", kv_fused, "fp8", head_dim)
 
     check_device(op, "weights", weights, "q", q)
     check_dtype(op, "weights", weights.dtype, *FLOATS)

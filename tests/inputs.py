@@ -92,16 +92,26 @@ def empty_pool(
     blocks: int, block_size: int, head_dim: int, *, gap: int = 48, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
     """A pool [blocks, S, 1, D+4] of NaN bytes, an offset view whose blocks lie `gap` bytes apart."""
-    block_bytes = block_size * (head_dim + 4)
-    stride, offset = block_bytes + gap, 32
-    storage = poison_bytes(offset + max(1, blocks) * stride, device)
-    return storage.as_strided((blocks, block_size, 1, head_dim + 4), (stride, head_dim + 4, head_dim + 4, 1), offset)
+    return _empty_pool(blocks, block_size, head_dim + 4, gap, device)
+
+
+def empty_mxfp4_pool(
+    blocks: int, block_size: int, head_dim: int, *, gap: int = 48, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """The same for [blocks, S, 1, D/2 + D/32]."""
+    return _empty_pool(blocks, block_size, head_dim // 2 + head_dim // 32, gap, device)
 
 
 def poison_bytes(count: int, device: str | torch.device = "cpu") -> torch.Tensor:
     """NaN bytes of both signs; any aligned float32, float16 or bfloat16 read from them is NaN too."""
     words = torch.tensor([[NAN_BYTES[0]] * 4, [NAN_BYTES[1]] * 4], dtype=torch.uint8, device=device).flatten()
     return words.repeat(-(-count // 8))[:count]
+
+
+def _empty_pool(blocks: int, block_size: int, token_bytes: int, gap: int, device: str | torch.device) -> torch.Tensor:
+    stride, offset = block_size * token_bytes + gap, 32
+    storage = poison_bytes(offset + max(1, blocks) * stride, device)
+    return storage.as_strided((blocks, block_size, 1, token_bytes), (stride, token_bytes, token_bytes, 1), offset)
 
 
 def _move(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

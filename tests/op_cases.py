@@ -51,6 +51,26 @@ def _gather(device: str | torch.device) -> dict:
     }
 
 
+def _quantize_q_mxfp4(device: str | torch.device) -> dict:
+    gen = torch.Generator(device).manual_seed(5)
+    return {"q": torch.randn(3, 4, 8, 64, device=device, generator=gen).to(torch.bfloat16)[:, 1:3]}
+
+
+def _quantize_k_mxfp4(device: str | torch.device) -> dict:
+    gen = torch.Generator(device).manual_seed(6)
+    k = torch.randn(7, 80, device=device, generator=gen).to(torch.bfloat16)[:, 8:72]
+    slots = torch.tensor([3, 17, -1, 0, 63, 64, 40], dtype=torch.int64, device=device)
+    kv_fused = inputs.empty_mxfp4_pool(4, 16, 64, device=device)
+    return {"k": k, "slot_mapping": slots, "kv_fused": kv_fused, "is_kv_sf_interleaved": False}
+
+
+def _gather_mxfp4(device: str | torch.device) -> dict:
+    gen = torch.Generator(device).manual_seed(7)
+    kv_fused = inputs.empty_mxfp4_pool(24, 16, 64, device=device)
+    kv_fused.copy_(torch.randint(0, 256, kv_fused.shape, dtype=torch.uint8, device=device, generator=gen))
+    return _gather(device) | {"kv_fused": kv_fused, "is_kv_sf_interleaved": False}
+
+
 def _logits_buffers(args: dict) -> dict:
     rows, columns = args["weights"].shape[0], mqa.padded_seq_len(args["max_seq_len"])
     device = args["q"].device
@@ -82,18 +102,36 @@ def _gather_buffers(args: dict) -> dict:
     return {"k": k.view(tokens, head_dim), "k_scale": scales}
 
 
+def _quantize_q_mxfp4_buffers(args: dict) -> dict:
+    q = args["q"]
+    packed = torch.full((q.shape[0], 2 * q.shape[1], q.shape[2], q.shape[3] // 2), 0x88, dtype=torch.uint8)
+    scales = torch.full(q.shape[:-1], POISON, dtype=torch.int32, device=q.device)
+    return {"q_fp4": packed.to(q.device)[:, : q.shape[1]], "q_sf": scales}
+
+
+def _gather_mxfp4_buffers(args: dict) -> dict:
+    kv_fused, tokens = args["kv_fused"], args["total_tokens"]
+    k = torch.full((tokens, kv_fused.shape[3] // 17 * 16), 0x88, dtype=torch.uint8, device=kv_fused.device)
+    return {"k": k, "k_sf": torch.full((tokens,), POISON, dtype=torch.int32, device=kv_fused.device)}
+
+
 _ARGUMENTS: dict[str, Callable[[str | torch.device], dict]] = {
     "fp8_paged_mqa_logits": _logits,
     "paged_mqa_logits_schedule": _schedule,
     "quantize_q_fp8": _quantize_q,
     "quantize_k_cache_fp8": _quantize_k,
     "gather_k_cache_fp8": _gather,
+    "quantize_q_mxfp4": _quantize_q_mxfp4,
+    "quantize_k_cache_mxfp4": _quantize_k_mxfp4,
+    "gather_k_cache_mxfp4": _gather_mxfp4,
 }
 _BUFFERS: dict[str, Callable[[dict], dict]] = {
     "fp8_paged_mqa_logits": _logits_buffers,
     "paged_mqa_logits_schedule": _schedule_buffers,
     "quantize_q_fp8": _quantize_q_buffers,
     "gather_k_cache_fp8": _gather_buffers,
+    "quantize_q_mxfp4": _quantize_q_mxfp4_buffers,
+    "gather_k_cache_mxfp4": _gather_mxfp4_buffers,
 }
 
 OPS = tuple(_ARGUMENTS)

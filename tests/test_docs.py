@@ -36,6 +36,9 @@ TENSOR_FUNCTIONS = (
     "quantize_q_fp8",
     "quantize_k_cache_fp8",
     "gather_k_cache_fp8",
+    "quantize_q_mxfp4",
+    "quantize_k_cache_mxfp4",
+    "gather_k_cache_mxfp4",
 )
 
 

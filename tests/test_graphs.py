@@ -376,10 +376,11 @@ def test_out_overloads_allocate_nothing(op):
     assert allocations() == before
 
 
-def test_cache_writer_allocates_nothing():
-    args = op_cases.arguments("quantize_k_cache_fp8", "cuda")
+@pytest.mark.parametrize("op", ["quantize_k_cache_fp8", "quantize_k_cache_mxfp4"])
+def test_cache_writer_allocates_nothing(op):
+    args = op_cases.arguments(op, "cuda")
     before = allocations()
-    mqa.quantize_k_cache_fp8(**args)
+    getattr(mqa, op)(**args)
     assert allocations() == before
 
 
@@ -431,9 +432,9 @@ def test_no_function_waits_for_the_device():
         mqa.compute_paged_mqa_logits_schedule(cases["paged_mqa_logits_schedule"]["seq_lens"])
         mqa.fp8_paged_mqa_logits(**cases["fp8_paged_mqa_logits"])
         mqa.fp8_paged_mqa_logits(**cases["fp8_paged_mqa_logits"], **out)
-        mqa.quantize_q_fp8(**cases["quantize_q_fp8"])
-        mqa.quantize_k_cache_fp8(**cases["quantize_k_cache_fp8"])
-        mqa.gather_k_cache_fp8(**cases["gather_k_cache_fp8"])
+        for op in op_cases.OPS:
+            if "_mqa_" not in op:
+                getattr(mqa, op)(**cases[op])
 
 
 def test_calls_return_while_the_device_is_busy():

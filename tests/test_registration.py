@@ -65,14 +65,22 @@ mqa::gather_k_cache_fp8(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens
     total_tokens) -> (Tensor k, Tensor k_scale)
 mqa::gather_k_cache_fp8.out(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt
     total_tokens, *, Tensor(a!) k, Tensor(b!) k_scale) -> ()
+mqa::gather_k_cache_mxfp4(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt
+    total_tokens, *, bool is_kv_sf_interleaved=False) -> (Tensor k, Tensor k_sf)
+mqa::gather_k_cache_mxfp4.out(Tensor kv_fused, Tensor block_tables, Tensor cu_seq_lens, SymInt
+    total_tokens, *, bool is_kv_sf_interleaved=False, Tensor(a!) k, Tensor(b!) k_sf) -> ()
 mqa::paged_mqa_logits_schedule(Tensor seq_lens, SymInt num_workers) -> Tensor
 mqa::paged_mqa_logits_schedule.out(Tensor seq_lens, SymInt num_workers, *, Tensor(a!) out) -> ()
 mqa::quantize_k_cache_fp8(Tensor k, Tensor slot_mapping, Tensor(a!) kv_fused, *, bool
     pow2_scale=True) -> ()
+mqa::quantize_k_cache_mxfp4(Tensor k, Tensor slot_mapping, Tensor(a!) kv_fused, *, bool
+    is_kv_sf_interleaved=False) -> ()
 mqa::quantize_q_fp8(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float?
     softmax_scale=None) -> (Tensor q_fp8, Tensor weights_f32)
 mqa::quantize_q_fp8.out(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float?
-    softmax_scale=None, Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()""",
+    softmax_scale=None, Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()
+mqa::quantize_q_mxfp4(Tensor q) -> (Tensor q_fp4, Tensor q_sf)
+mqa::quantize_q_mxfp4.out(Tensor q, *, Tensor(a!) q_fp4, Tensor(b!) q_sf) -> ()""",
     )
 
 
@@ -85,6 +93,9 @@ def test_schema_marks_exactly_what_it_writes(name):
         "quantize_q_fp8.out": ["q_fp8", "weights_f32"],
         "quantize_k_cache_fp8.default": ["kv_fused"],
         "gather_k_cache_fp8.out": ["k", "k_scale"],
+        "quantize_q_mxfp4.out": ["q_fp4", "q_sf"],
+        "quantize_k_cache_mxfp4.default": ["kv_fused"],
+        "gather_k_cache_mxfp4.out": ["k", "k_sf"],
     }.get(name, [])
     marked = [arg for arg in schema.arguments if arg.alias_info is not None]
     assert [arg.name for arg in marked] == writes
@@ -123,6 +134,7 @@ def test_no_string_argument(name):
         ("fp8_paged_mqa_logits", "max_seq_len"),
         ("paged_mqa_logits_schedule", "num_workers"),
         ("gather_k_cache_fp8", "total_tokens"),
+        ("gather_k_cache_mxfp4", "total_tokens"),
     ],
 )
 def test_sizes_are_symbolic(op, argument):
@@ -182,10 +194,11 @@ def test_out_is_written_as_the_functional_result(op, device):
         assert op_cases.same_bits(written, expected)
 
 
-def test_cache_writer_writes_its_cache(device):
-    args = op_cases.arguments("quantize_k_cache_fp8", device)
+@pytest.mark.parametrize("op", ["quantize_k_cache_fp8", "quantize_k_cache_mxfp4"])
+def test_cache_writer_writes_its_cache(op, device):
+    args = op_cases.arguments(op, device)
     before = op_cases.storage_bytes(args["kv_fused"])
-    assert op_cases.overload_of("quantize_k_cache_fp8.default")(**args) is None
+    assert op_cases.overload_of(f"{op}.default")(**args) is None
     assert not torch.equal(op_cases.storage_bytes(args["kv_fused"]), before)
 
 
@@ -296,6 +309,18 @@ def test_quantize_q_layout(leading, with_weights, device):
             assert q_fp8.is_contiguous() and weights_f32.is_contiguous()
 
 
+@pytest.mark.parametrize("leading", [(0,), (1,), (5,), (), (2, 3), (2, 0, 3)])
+def test_quantize_q_mxfp4_layout(leading, device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = torch.ones(*leading, 8, 64, dtype=dtype, device=device)
+        assert_layouts_agree(mqa.quantize_q_mxfp4, {"q": q})
+        q_fp4, q_sf = mqa.quantize_q_mxfp4(q)
+        assert (q_fp4.shape, q_fp4.dtype) == ((*leading, 8, 32), torch.uint8)
+        assert (q_sf.shape, q_sf.dtype) == ((*leading, 8), torch.int32)
+        if len(leading) == 2:  # results are contiguous whatever q's outer strides are
+            assert_layouts_agree(mqa.quantize_q_mxfp4, {"q": q.transpose(0, 1)})
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_cache_writer_and_gather_layouts(tokens, device):
     kv_fused = inputs.empty_pool(4, 32, 64, device=device)
@@ -313,6 +338,25 @@ def test_cache_writer_and_gather_layouts(tokens, device):
         k_back, scales = mqa.gather_k_cache_fp8(**args)
         assert (k_back.shape, k_back.dtype) == ((tokens, 64), torch.float8_e4m3fn)
         assert (scales.shape, scales.dtype) == ((tokens,), torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_mxfp4_cache_writer_and_gather_layouts(tokens, device):
+    kv_fused = inputs.empty_mxfp4_pool(4, 32, 64, device=device)
+    k = torch.ones(tokens, 64, device=device)
+    slots = torch.arange(tokens, dtype=torch.int64, device=device)
+    assert_layouts_agree(mqa.quantize_k_cache_mxfp4, {"k": k, "slot_mapping": slots, "kv_fused": kv_fused})
+    for batch in (0, 1, 3):
+        args = {
+            "kv_fused": kv_fused,
+            "block_tables": torch.zeros(batch, 5, dtype=torch.int32, device=device),
+            "cu_seq_lens": torch.zeros(batch + 1, dtype=torch.int32, device=device),
+            "total_tokens": tokens,
+        }
+        assert_layouts_agree(mqa.gather_k_cache_mxfp4, args)
+        k_back, scales = mqa.gather_k_cache_mxfp4(**args)
+        assert (k_back.shape, k_back.dtype) == ((tokens, 32), torch.uint8)
+        assert (scales.shape, scales.dtype) == ((tokens,), torch.int32)
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
@@ -335,6 +379,8 @@ DIFFERENTIABLE = {
     "fp8_paged_mqa_logits": ("q", "weights"),
     "quantize_q_fp8": ("q", "weights"),
     "quantize_k_cache_fp8": ("k",),
+    "quantize_q_mxfp4": ("q",),
+    "quantize_k_cache_mxfp4": ("k",),
 }
 
 
@@ -368,6 +414,7 @@ WRITERS = {
     "fp8_paged_mqa_logits": "out",
     "compute_paged_mqa_logits_schedule": "out",
     "quantize_k_cache_fp8": "kv_fused",
+    "quantize_k_cache_mxfp4": "kv_fused",
 }
 
 

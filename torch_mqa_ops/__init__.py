@@ -24,9 +24,12 @@ from .paged_logits import (  # noqa: E402
 )
 from .quantize import (  # noqa: E402
     gather_k_cache_fp8,
+    gather_k_cache_mxfp4,
     index_cache_block_bytes,
     quantize_k_cache_fp8,
+    quantize_k_cache_mxfp4,
     quantize_q_fp8,
+    quantize_q_mxfp4,
 )
 
 __version__ = "0.1.0"
@@ -35,10 +38,13 @@ __all__ = [
     "compute_paged_mqa_logits_schedule",
     "fp8_paged_mqa_logits",
     "gather_k_cache_fp8",
+    "gather_k_cache_mxfp4",
     "index_cache_block_bytes",
     "min_block_table_width",
     "padded_seq_len",
     "precompile_paged_mqa_logits",
     "quantize_k_cache_fp8",
+    "quantize_k_cache_mxfp4",
     "quantize_q_fp8",
+    "quantize_q_mxfp4",
 ]

@@ -67,19 +67,28 @@ bool any_run_meets(const Runs& written, const Runs& other, size_t depth, uintptr
 
 }  // namespace
 
-PagedCache check_fp8_cache(const char* op, const char* name, const Tensor& cache, int64_t head_dim) {
-  check_rank(op, name, cache, 4, "[blocks, S, 1, D + 4]");
-  check_dtype(op, name, cache, {ScalarType::Byte});
+PagedCache check_cache(const char* op, const char* name, const Tensor& cache, CacheFormat format, int64_t head_dim,
+                       bool interleaved_scales) {
+  const bool fp8 = format == CacheFormat::kFp8;
+  const char* shape = fp8 ? "[blocks, S, 1, D + 4]" : "[blocks, S, 1, D/2 + D/32]";
   PagedCache pool{};
+  pool.value_bytes = static_cast<int>(fp8 ? head_dim : head_dim / 2);
+  pool.scale_bytes = static_cast<int>(fp8 ? sizeof(float) : head_dim / 32);
+  check_rank(op, name, cache, 4, shape);
+  check_dtype(op, name, cache, {ScalarType::Byte});
   pool.num_blocks = cache.size(0);
   pool.block_size = cache.size(1);
   check_choice(op, (std::string(name) + " must have S").c_str(), pool.block_size, {16, 32, 64, 128, 256});
-  check_shape(op, name, cache, "[blocks, S, 1, D + 4]", {pool.num_blocks, pool.block_size, 1, head_dim + 4});
+  check_shape(op, name, cache, shape, {pool.num_blocks, pool.block_size, 1, pool.value_bytes + pool.scale_bytes});
   check_inner_contiguous(op, name, cache, 3);
   pool.block_stride = cache.stride(0);
   if (pool.num_blocks > 1 && pool.block_stride % 16 != 0) {
     refuse(op, name, " must have a block stride that is a multiple of 16 bytes, got ", pool.block_stride);
   }
+  if (interleaved_scales && pool.block_size != 128) {
+    refuse(op, "is_kv_sf_interleaved must be False unless ", name, " has S = 128, got True with S = ", pool.block_size);
+  }
+  pool.interleaved_scales = interleaved_scales;
   for (pool.block_shift = 0; int64_t{1} << pool.block_shift < pool.block_size;) ++pool.block_shift;
   pool.data = cache.const_data_ptr<uint8_t>();
   check_aligned(op, name, cache, 16);

@@ -115,8 +115,9 @@ inline void check_aligned(const char* op, const char* name, const Tensor& tensor
   }
 }
 
-// An FP8 pool uint8 [blocks, S, 1, D + 4] for tokens of D elements.
-PagedCache check_fp8_cache(const char* op, const char* name, const Tensor& cache, int64_t head_dim);
+// A pool for tokens of D elements: uint8 [blocks, S, 1, D + 4], or, of MXFP4, [blocks, S, 1, D/2 + D/32].
+PagedCache check_cache(const char* op, const char* name, const Tensor& cache, CacheFormat format, int64_t head_dim,
+                       bool interleaved_scales = false);
 
 // Written tensors: no element may stand on another's memory. Covers what callers produce (expanded tensors, short
 // pitches, overlapping windows): dimensions sorted by stride, each must step over all that lies inside it.

@@ -38,7 +38,7 @@ LogitsParams check_fp8_logits(const Tensor& q, const Tensor& kv_fused, const Ten
   check_inner_contiguous(op, "q", q, 2);
 
   check_device(op, "kv_fused", kv_fused, "q", q);
-  p.cache = check_fp8_cache(op, "kv_fused", kv_fused, p.head_dim);
+  p.cache = check_cache(op, "kv_fused", kv_fused, CacheFormat::kFp8, p.head_dim);
 
   check_device(op, "weights", weights, "q", q);
   check_dtype(op, "weights", weights, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});

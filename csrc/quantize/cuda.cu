@@ -1,47 +1,71 @@
 // Launches of the quantisers and cache movers on CUDA.
 #include "device/launch.h"
-#include "quantize/fp8.cuh"
+#include "quantize/cache.cuh"
 #include "quantize/host.h"
 
 namespace mqa::quantize {
 namespace {
 
-unsigned blocks_for(int64_t items, int64_t per_block) {
+int blocks_for(int64_t items, int64_t per_block) {
   const int64_t blocks = (items + per_block - 1) / per_block;
   STD_TORCH_CHECK(blocks <= INT32_MAX, "torch_mqa_ops: too many rows for one launch: ", items);
-  return static_cast<unsigned>(blocks);
+  return static_cast<int>(blocks);
 }
 
-void run_quantize_q(const QuantizeQParams& p, const Tensor& anchor) {
-  if (p.tokens * p.heads == 0) return;
+int blocks_for_rows(const Rows& rows) { return blocks_for(rows.count * (rows.head_dim / kLaneElements), kThreads); }
+
+// On the current stream of the device that is made current here. The kernel may start while the one in front of it
+// still runs, if it was compiled to wait for it.
+template <auto kernel, typename Params>
+void launch(const Params& p, int blocks, const Tensor& anchor, bool overlap = false) {
+  if (blocks == 0) return;
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const unsigned blocks = blocks_for(p.tokens * p.heads * (p.head_dim / kLaneElements), kThreads);
-  quantize_q_fp8_kernel<<<blocks, kThreads, 0, device::current_stream(device)>>>(p);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const bool waits = overlap && device::kernel_facts<kernel>(device).ptx_version >= 90;
+  device::launch_overlapping(kernel, blocks, kThreads, 0, device, waits, p);
 }
 
-void run_quantize_k(const QuantizeKParams& p, const Tensor& anchor) {
-  if (p.tokens == 0) return;
-  const int device = anchor.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = device::current_stream(device);
-  if (p.tokens > 1) {
-    claim_slots_kernel<<<blocks_for(p.tokens, kThreads), kThreads, 0, stream>>>(p);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+void run_quantize_q_fp8(const QuantizeQFp8Params& p, const Tensor& anchor) {
+  const int blocks = blocks_for_rows(p.q);
+  switch (p.q.head_dim) {
+    case 32: return launch<quantize_q_fp8_kernel<32>>(p, blocks, anchor);
+    case 64: return launch<quantize_q_fp8_kernel<64>>(p, blocks, anchor);
+    default: return launch<quantize_q_fp8_kernel<128>>(p, blocks, anchor);
   }
-  const unsigned blocks = blocks_for(p.tokens * (p.head_dim / kLaneElements), kThreads);
-  quantize_k_cache_fp8_kernel<<<blocks, kThreads, 0, stream>>>(p);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void run_quantize_q_mxfp4(const QuantizeQMxfp4Params& p, const Tensor& anchor) {
+  const int blocks = blocks_for_rows(p.q);
+  switch (p.q.head_dim) {
+    case 64: return launch<quantize_q_mxfp4_kernel<64>>(p, blocks, anchor);
+    default: return launch<quantize_q_mxfp4_kernel<128>>(p, blocks, anchor);
+  }
+}
+
+template <CacheFormat kFormat, int kHeadDim>
+void quantize_k(const QuantizeKParams& p, const Tensor& anchor) {
+  const bool claims = p.k.count > 1;
+  if (claims) launch<claim_slots_kernel<kFormat>>(p, blocks_for(p.k.count, kThreads), anchor);
+  launch<quantize_k_cache_kernel<kFormat, kHeadDim>>(p, blocks_for_rows(p.k), anchor, claims);
+}
+
+void run_quantize_k_fp8(const QuantizeKParams& p, const Tensor& anchor) {
+  switch (p.k.head_dim) {
+    case 32: return quantize_k<CacheFormat::kFp8, 32>(p, anchor);
+    case 64: return quantize_k<CacheFormat::kFp8, 64>(p, anchor);
+    default: return quantize_k<CacheFormat::kFp8, 128>(p, anchor);
+  }
+}
+
+void run_quantize_k_mxfp4(const QuantizeKParams& p, const Tensor& anchor) {
+  switch (p.k.head_dim) {
+    case 64: return quantize_k<CacheFormat::kMxfp4, 64>(p, anchor);
+    default: return quantize_k<CacheFormat::kMxfp4, 128>(p, anchor);
+  }
 }
 
 void run_gather_k(const GatherKParams& p, const Tensor& anchor) {
-  if (p.total_tokens == 0) return;
-  const int device = anchor.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const unsigned blocks = blocks_for(p.total_tokens, kGatherRows);
-  gather_k_cache_fp8_kernel<<<blocks, kThreads, 0, device::current_stream(device)>>>(p);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch<gather_k_cache_kernel>(p, blocks_for(p.total_tokens, kGatherRows), anchor);
 }
 
 }  // namespace
@@ -49,9 +73,14 @@ void run_gather_k(const GatherKParams& p, const Tensor& anchor) {
 
 STABLE_TORCH_LIBRARY_IMPL(mqa, CUDA, m) {
   using namespace mqa::quantize;
-  m.impl("quantize_q_fp8", TORCH_BOX(&quantize_q_fp8<run_quantize_q>));
-  m.impl("quantize_q_fp8.out", TORCH_BOX(&quantize_q_fp8_out<run_quantize_q>));
-  m.impl("quantize_k_cache_fp8", TORCH_BOX(&quantize_k_cache_fp8<run_quantize_k>));
+  m.impl("quantize_q_fp8", TORCH_BOX(&quantize_q_fp8<run_quantize_q_fp8>));
+  m.impl("quantize_q_fp8.out", TORCH_BOX(&quantize_q_fp8_out<run_quantize_q_fp8>));
+  m.impl("quantize_q_mxfp4", TORCH_BOX(&quantize_q_mxfp4<run_quantize_q_mxfp4>));
+  m.impl("quantize_q_mxfp4.out", TORCH_BOX(&quantize_q_mxfp4_out<run_quantize_q_mxfp4>));
+  m.impl("quantize_k_cache_fp8", TORCH_BOX(&quantize_k_cache_fp8<run_quantize_k_fp8>));
+  m.impl("quantize_k_cache_mxfp4", TORCH_BOX(&quantize_k_cache_mxfp4<run_quantize_k_mxfp4>));
   m.impl("gather_k_cache_fp8", TORCH_BOX(&gather_k_cache_fp8<run_gather_k>));
   m.impl("gather_k_cache_fp8.out", TORCH_BOX(&gather_k_cache_fp8_out<run_gather_k>));
+  m.impl("gather_k_cache_mxfp4", TORCH_BOX(&gather_k_cache_mxfp4<run_gather_k>));
+  m.impl("gather_k_cache_mxfp4.out", TORCH_BOX(&gather_k_cache_mxfp4_out<run_gather_k>));
 }

@@ -1,5 +1,5 @@
-// What the quantisers and cache writers are given, checked by host.cpp. Strides count elements of the tensor they
-// belong to. The contents behind the pointers are untrusted.
+// What the quantisers and cache movers are given, checked by host.cpp. Strides count elements of the tensor they belong
+// to. The contents behind the pointers are untrusted.
 #pragma once
 
 #include <cstdint>
@@ -16,90 +16,105 @@
 namespace mqa::quantize {
 
 constexpr int kMaxLeadingDims = 8;
+constexpr int kGroup = 32;  // elements of an MXFP4 row that share a scale
 
-// Where each token of a tensor [..., H, D] or [..., H] starts, tokens being numbered over the leading dimensions.
-struct TokenOffsets {
+// Where each row of a tensor starts, rows being numbered over all dimensions but the innermost of [..., H, D], or over
+// all of [..., H]. Neighbouring dimensions are merged where their strides allow: mostly one is left.
+struct RowOffsets {
   int dims;
-  int64_t sizes[kMaxLeadingDims];
-  int64_t strides[kMaxLeadingDims];
+  int64_t sizes[kMaxLeadingDims + 1];
+  int64_t strides[kMaxLeadingDims + 1];
 
-  MQA_HOST_DEVICE int64_t operator()(int64_t token) const {
-    if (dims == 1) return token * strides[0];
+  MQA_HOST_DEVICE int64_t operator()(int64_t row) const {
+    if (dims == 1) return row * strides[0];
     int64_t offset = 0;
     for (int dim = dims - 1; dim >= 0; --dim) {
-      offset += token % sizes[dim] * strides[dim];
-      token /= sizes[dim];
+      offset += row % sizes[dim] * strides[dim];
+      row /= sizes[dim];
     }
     return offset;
   }
 };
 
-struct QuantizeQParams {
-  int64_t tokens;
-  int64_t heads;     // H
+// Rows of D elements to be quantised.
+struct Rows {
+  int64_t count;
   int64_t head_dim;  // D
+  const void* data;
+  FloatType type;
+  RowOffsets offsets;
+};
 
-  const void* q;  // [tokens, H, D], [H, D] without gaps
-  FloatType q_type;
-  TokenOffsets q_offsets;
-  const void* weights;  // [tokens, H], or nullptr: 1
+struct QuantizeQFp8Params {
+  Rows q;               // a row for each (token, head)
+  const void* weights;  // [..., H], or nullptr: 1
   FloatType weights_type;
-  TokenOffsets weights_offsets;
+  RowOffsets weights_offsets;
 
-  uint8_t* q_fp8;  // e4m3 [tokens, H, D], [H, D] without gaps
-  TokenOffsets q_fp8_offsets;
-  float* weights_f32;  // [tokens, H]
-  TokenOffsets weights_f32_offsets;
+  uint8_t* q_fp8;  // e4m3 [..., H, D]
+  RowOffsets q_fp8_offsets;
+  float* weights_f32;  // [..., H]
+  RowOffsets weights_f32_offsets;
 
   bool pow2_scale;
   float softmax_scale;
 };
 
+struct QuantizeQMxfp4Params {
+  Rows q;
+  uint8_t* q_fp4;  // [..., H, D / 2]
+  RowOffsets q_fp4_offsets;
+  uint32_t* q_sf;  // [..., H]
+  RowOffsets q_sf_offsets;
+};
+
 struct QuantizeKParams {
-  int64_t tokens;
-  int64_t head_dim;  // D
-
-  const void* k;  // [tokens, D]
-  FloatType k_type;
-  int64_t k_stride;
+  Rows k;                // a row for each token
   const int64_t* slots;  // [tokens]: s is token s % S of block s / S; negative or past the pool: skipped
-
   PagedCache cache;
   uint8_t* written;  // cache.data, for writing
-  bool pow2_scale;
+  bool pow2_scale;   // FP8's scales
 };
 
 struct GatherKParams {
   int64_t batch;         // B
   int64_t total_tokens;  // rows of the result
-  int64_t head_dim;      // D
   PagedCache cache;
   const int32_t* block_tables;  // [B, W]
   int64_t table_stride;
   int64_t table_width;
   const int32_t* cu_seq_lens;  // [B + 1]
 
-  uint8_t* k;  // e4m3 [total_tokens, D]
+  uint8_t* k;  // [total_tokens, value bytes]
   int64_t k_stride;
-  float* k_scale;  // [total_tokens]
+  uint32_t* k_scale;  // [total_tokens]: a float32, or four scale bytes
 };
 
+// Of a D 64 row's four scale bytes the last two scale nothing. They say 1.
+constexpr uint32_t kNoScales = 0x7f7f0000;
+
 // Writing a token whose slot another token shares: the one that wins must stand in the cache whole. Before any values
-// are written, every token puts its tag into the scale of its slot, and afterwards only the token that finds its own
-// tag writes. A tag has the sign bit, which no scale has, so the winner's scale is never mistaken for another's tag.
-MQA_HOST_DEVICE inline uint32_t claim_tag(int64_t token) { return 0x80000000u | static_cast<uint32_t>(token); }
+// are written, every token puts its tag in place of the first eight of them, and afterwards only the token that finds
+// its own tag writes. A tag ends in bytes that the quantiser of its format never writes (e4m3 0xFF, the other NaN; e2m1
+// 8, minus zero), so the winner's values are never mistaken for another's tag.
+MQA_HOST_DEVICE inline uint64_t claim_tag(CacheFormat format, int64_t token) {
+  const uint64_t mark = format == CacheFormat::kFp8 ? 0xffffffffu : 0x88888888u;
+  return mark << 32 | static_cast<uint32_t>(token);
+}
 
 MQA_HOST_DEVICE inline bool slot_exists(const PagedCache& cache, int64_t slot) {
   return slot >= 0 && slot >> cache.block_shift < cache.num_blocks;
 }
 
-// Byte offsets of a slot's scale and values from the start of the pool.
-MQA_HOST_DEVICE inline int64_t slot_values(const PagedCache& cache, int64_t head_dim, int64_t slot) {
-  return (slot >> cache.block_shift) * cache.block_stride + (slot & (cache.block_size - 1)) * head_dim;
+// Byte offsets of a slot's values and scales from the start of the pool.
+MQA_HOST_DEVICE inline int64_t slot_values(const PagedCache& cache, int64_t slot) {
+  return (slot >> cache.block_shift) * cache.block_stride + (slot & (cache.block_size - 1)) * cache.value_bytes;
 }
-MQA_HOST_DEVICE inline int64_t slot_scale(const PagedCache& cache, int64_t head_dim, int64_t slot) {
-  return (slot >> cache.block_shift) * cache.block_stride + cache.block_size * head_dim +
-         (slot & (cache.block_size - 1)) * static_cast<int64_t>(sizeof(float));
+MQA_HOST_DEVICE inline int64_t slot_scales(const PagedCache& cache, int64_t slot) {
+  const int64_t token = slot & (cache.block_size - 1);
+  const int64_t place = cache.interleaved_scales ? 4 * (token % 32) + token / 32 : token;
+  return (slot >> cache.block_shift) * cache.block_stride + cache.block_size * cache.value_bytes +
+         place * cache.scale_bytes;
 }
 
 }  // namespace mqa::quantize
