@@ -6,8 +6,8 @@
 // schema never changes: a new overload is added.
 #include "common/stable.h"
 
-// output_dtype None is the op's own default, float32 for fp8: a ScalarType default would be stored as an int, which
-// AOTInductor packages then refuse to load.
+// output_dtype None is the op's own default, float32 for fp8 and bfloat16 for fp4: a ScalarType default would be stored
+// as an int, which AOTInductor packages then refuse to load.
 STABLE_TORCH_LIBRARY(mqa, m) {
   // paged_logits
   m.def(
@@ -18,6 +18,14 @@ STABLE_TORCH_LIBRARY(mqa, m) {
       "fp8_paged_mqa_logits.out(Tensor q, Tensor kv_fused, Tensor weights, Tensor block_tables, Tensor seq_lens, "
       "SymInt max_seq_len, *, ScalarType? output_dtype=None, Tensor? schedule_meta=None, bool clean_logits=False, "
       "Tensor(a!) out) -> ()");
+  m.def(
+      "fp4_paged_mqa_logits(Tensor q, Tensor q_sf, Tensor kv_fused, Tensor weights, Tensor block_tables, "
+      "Tensor seq_lens, SymInt max_seq_len, *, int sf_vec_size=32, ScalarType? output_dtype=None, "
+      "bool is_kv_sf_interleaved=False, Tensor? schedule_meta=None, bool clean_logits=False) -> Tensor");
+  m.def(
+      "fp4_paged_mqa_logits.out(Tensor q, Tensor q_sf, Tensor kv_fused, Tensor weights, Tensor block_tables, "
+      "Tensor seq_lens, SymInt max_seq_len, *, int sf_vec_size=32, ScalarType? output_dtype=None, "
+      "bool is_kv_sf_interleaved=False, Tensor? schedule_meta=None, bool clean_logits=False, Tensor(a!) out) -> ()");
   m.def("paged_mqa_logits_schedule(Tensor seq_lens, SymInt num_workers) -> Tensor");
   m.def("paged_mqa_logits_schedule.out(Tensor seq_lens, SymInt num_workers, *, Tensor(a!) out) -> ()");
 

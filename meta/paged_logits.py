@@ -17,7 +17,6 @@ from ._checks import (
 )
 
 _INT32_MAX = 2**31 - 1
-_LOGITS = "fp8_paged_mqa_logits"
 _SCHEDULE = "paged_mqa_logits_schedule"
 
 
@@ -25,18 +24,34 @@ def _padded(max_seq_len):
     return (max_seq_len + 255) // 256 * 256
 
 
-def _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype, schedule_meta) -> None:
-    op = _LOGITS
-    check_rank(op, "q", q, 4, "[B, n, H, D]")
-    check_dtype(op, "q", q.dtype, torch.float8_e4m3fn)
-    batch, next_n, heads, head_dim = q.shape
+def _check_logits(
+    op, q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len, sf_vec_size, output_dtype, interleaved_scales,
+    schedule_meta,
+) -> None:  # fmt: skip
+    fp8 = q_sf is None
+    check_rank(op, "q", q, 4, "[B, n, H, D]" if fp8 else "[B, n, H, D/2]")
+    if fp8:
+        check_dtype(op, "q", q.dtype, torch.float8_e4m3fn)
+    else:
+        check_dtype(op, "q", q.dtype, torch.uint8, torch.float4_e2m1fn_x2)
+    batch, next_n, heads = q.shape[:3]
+    head_dim = q.size(3) if fp8 else 2 * q.size(3)
     check_range(op, "q must have n (query slots per request, drafts + 1)", next_n, 1, 16)
     check_choice(op, "q must have H", heads, 8, 16, 32, 64, 128)
-    check_choice(op, "q must have D", head_dim, 32, 64, 128)
+    if fp8:
+        check_choice(op, "q must have D", head_dim, 32, 64, 128)
+    else:
+        check_choice(op, "q must have D/2", q.size(3), 32, 64)
     check_inner_contiguous(op, "q", q, 2)
+    if not fp8:
+        check_device(op, "q_sf", q_sf, "q", q)
+        check_dtype(op, "q_sf", q_sf.dtype, torch.int32)
+        check_shape(op, "q_sf", q_sf, "[B, n, H]", [batch, next_n, heads])
+        check_inner_contiguous(op, "q_sf", q_sf)
+        check_choice(op, "sf_vec_size must be", sf_vec_size, 32)
 
     check_device(op, "kv_fused", kv_fused, "q", q)
-    check_cache(op, "kv_fused", kv_fused, "fp8", head_dim)
+    check_cache(op, "kv_fused", kv_fused, "fp8" if fp8 else "mxfp4", head_dim, interleaved_scales)
 
     check_device(op, "weights", weights, "q", q)
     check_dtype(op, "weights", weights.dtype, *FLOATS)
@@ -72,22 +87,13 @@ def _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len,
         check_inner_contiguous(op, "schedule_meta", schedule_meta, 2)
 
 
-@torch.library.register_fake("mqa::fp8_paged_mqa_logits")
-def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
-      clean_logits=False):  # fmt: skip
-    output_dtype = torch.float32 if output_dtype is None else output_dtype
-    _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype, schedule_meta)
+def _new_logits(q, max_seq_len, output_dtype):
     # torch gives a dimension of size 0 the stride of one of size 1.
     row_stride = torch.sym_max(_padded(max_seq_len), 1)
     return q.new_empty_strided((q.size(0) * q.size(1), max_seq_len), (row_stride, 1), dtype=output_dtype)
 
 
-@torch.library.register_fake("mqa::fp8_paged_mqa_logits.out")
-def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
-      clean_logits=False, out):  # fmt: skip
-    op = _LOGITS
-    output_dtype = torch.float32 if output_dtype is None else output_dtype
-    _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, output_dtype, schedule_meta)
+def _check_logits_out(op, q, max_seq_len, output_dtype, out) -> None:
     rows, columns = q.size(0) * q.size(1), _padded(max_seq_len)
     check_device(op, "out", out, "q", q)
     check_dtype(op, "out", out.dtype, output_dtype)
@@ -103,6 +109,51 @@ def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype
     require(op, out.size(1) >= columns, text)
     check_inner_contiguous(op, "out", out)
     check_no_internal_overlap(op, "out", out)
+
+
+def _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta) -> None:
+    _check_logits(
+        "fp8_paged_mqa_logits", q, None, kv_fused, weights, block_tables, seq_lens, max_seq_len, 32, dtype, False,
+        schedule_meta,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("mqa::fp8_paged_mqa_logits")
+def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
+      clean_logits=False):  # fmt: skip
+    dtype = torch.float32 if output_dtype is None else output_dtype
+    _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta)
+    return _new_logits(q, max_seq_len, dtype)
+
+
+@torch.library.register_fake("mqa::fp8_paged_mqa_logits.out")
+def _(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, output_dtype=None, schedule_meta=None,
+      clean_logits=False, out):  # fmt: skip
+    dtype = torch.float32 if output_dtype is None else output_dtype
+    _check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta)
+    _check_logits_out("fp8_paged_mqa_logits", q, max_seq_len, dtype, out)
+
+
+@torch.library.register_fake("mqa::fp4_paged_mqa_logits")
+def _(q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, sf_vec_size=32, output_dtype=None,
+      is_kv_sf_interleaved=False, schedule_meta=None, clean_logits=False):  # fmt: skip
+    dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    _check_logits(
+        "fp4_paged_mqa_logits", q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len, sf_vec_size, dtype,
+        is_kv_sf_interleaved, schedule_meta,
+    )  # fmt: skip
+    return _new_logits(q, max_seq_len, dtype)
+
+
+@torch.library.register_fake("mqa::fp4_paged_mqa_logits.out")
+def _(q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len, *, sf_vec_size=32, output_dtype=None,
+      is_kv_sf_interleaved=False, schedule_meta=None, clean_logits=False, out):  # fmt: skip
+    dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    _check_logits(
+        "fp4_paged_mqa_logits", q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len, sf_vec_size, dtype,
+        is_kv_sf_interleaved, schedule_meta,
+    )  # fmt: skip
+    _check_logits_out("fp4_paged_mqa_logits", q, max_seq_len, dtype, out)
 
 
 def _check_schedule(seq_lens, num_workers) -> None:

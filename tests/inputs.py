@@ -67,6 +67,55 @@ def paged_case(
     }
 
 
+def fp4_case(
+    batch: int = 3,
+    next_n: int = 1,
+    heads: int = 64,
+    head_dim: int = 128,
+    block_size: int = 64,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    interleaved: bool = False,
+    **options,
+) -> dict:
+    """Arguments of fp4_paged_mqa_logits, by name: those of paged_case with q and the pool in MXFP4.
+
+    Every group has its own scale, so that one read from a neighbour is wrong by a factor; the scales of dead tokens,
+    and the two that q has too many at D 64, are NaN.
+    """
+    case = paged_case(batch, next_n, heads, head_dim, block_size, lengths, **options)
+    device, gen = case["q"].device, torch.Generator(case["q"].device).manual_seed(options.get("seed", 0) + 1)
+    live = ~kv_parts(case["kv_fused"])[1].isnan()  # [blocks, S]
+    pool = empty_mxfp4_pool(len(live), block_size, head_dim, device=device)
+    values, scales = mxfp4_parts(pool)
+    scales.fill_(255)
+    if interleaved:  # a view in which token t stands where the layout puts its scales
+        scales = scales.view(len(live), 32, 4, -1).transpose(1, 2)
+        live_scales = live.view(len(live), 4, 32)
+    else:
+        live_scales = live
+    tokens = int(live.sum())
+    values[live] = torch.randint(0, 256, (tokens, head_dim // 2), dtype=torch.uint8, device=device, generator=gen)
+    random_scales = torch.randint(124, 131, (tokens, head_dim // 32), dtype=torch.uint8, device=device, generator=gen)
+    scales[live_scales] = random_scales
+
+    batch = len(case["q"])
+    shift = options.get("q_shift", 0)
+    slot = heads * head_dim // 2 + shift
+    request = (next_n + 1) * slot + shift
+    storage = poison_bytes(slot + (batch + 1) * request, device)
+    q = storage.as_strided((batch, next_n, heads, head_dim // 2), (request, slot, head_dim // 2, 1), slot)
+    q.copy_(torch.randint(0, 256, q.shape, dtype=torch.uint8, device=device, generator=gen))
+    q_scales = torch.randint(124, 131, (batch, next_n, heads, 4), dtype=torch.uint8, device=device, generator=gen)
+    q_scales[..., head_dim // 32 :] = 255
+    q_sf = torch.full((batch + 1, next_n + 1, heads + 3), -1, dtype=torch.int32, device=device)
+    q_sf = q_sf[1:, :-1, 1 : heads + 1]
+    q_sf.copy_(q_scales.view(torch.int32).squeeze(-1))
+    order = ("q", "q_sf", "kv_fused", "weights", "block_tables", "seq_lens", "max_seq_len")
+    case |= {"q": q, "q_sf": q_sf, "kv_fused": pool}
+    return {name: case[name] for name in order} | {"is_kv_sf_interleaved": interleaved}
+
+
 def contiguous_twin(case: dict) -> dict:
     """The same values in freshly allocated contiguous tensors."""
     return {
@@ -86,6 +135,17 @@ def kv_parts(kv_fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = kv_fused.as_strided((blocks, block_size, dim), (stride, dim, 1), base)
     scales = kv_fused.as_strided((blocks, block_size, 4), (stride, 4, 1), base + block_size * dim)
     return values, scales.view(torch.float32).squeeze(-1)
+
+
+def mxfp4_parts(kv_fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writable views of an MXFP4 pool: packed values [blocks, S, D/2] and scale bytes [blocks, S, D/32]."""
+    blocks, block_size, _, token_bytes = kv_fused.shape
+    groups, stride, base = token_bytes // 17, kv_fused.stride(0), kv_fused.storage_offset()
+    values = kv_fused.as_strided((blocks, block_size, 16 * groups), (stride, 16 * groups, 1), base)
+    scales = kv_fused.as_strided(
+        (blocks, block_size, groups), (stride, groups, 1), base + block_size * 16 * groups
+    )  # fmt: skip
+    return values, scales
 
 
 def empty_pool(

@@ -21,6 +21,11 @@ def _logits(device: str | torch.device) -> dict:
     return case | {"output_dtype": torch.float32, "schedule_meta": None, "clean_logits": True}
 
 
+def _fp4_logits(device: str | torch.device) -> dict:
+    case = inputs.fp4_case(next_n=2, heads=8, head_dim=64, block_size=16, lengths=(5, 70, 300), device=device, seed=8)
+    return case | {"sf_vec_size": 32, "output_dtype": torch.bfloat16, "schedule_meta": None, "clean_logits": True}
+
+
 def _schedule(device: str | torch.device) -> dict:
     lengths = torch.tensor([1000, -1, 300, -1, 0, -1], dtype=torch.int32, device=device)
     return {"seq_lens": lengths[::2], "num_workers": 4}
@@ -117,6 +122,7 @@ def _gather_mxfp4_buffers(args: dict) -> dict:
 
 _ARGUMENTS: dict[str, Callable[[str | torch.device], dict]] = {
     "fp8_paged_mqa_logits": _logits,
+    "fp4_paged_mqa_logits": _fp4_logits,
     "paged_mqa_logits_schedule": _schedule,
     "quantize_q_fp8": _quantize_q,
     "quantize_k_cache_fp8": _quantize_k,
@@ -127,6 +133,7 @@ _ARGUMENTS: dict[str, Callable[[str | torch.device], dict]] = {
 }
 _BUFFERS: dict[str, Callable[[dict], dict]] = {
     "fp8_paged_mqa_logits": _logits_buffers,
+    "fp4_paged_mqa_logits": _logits_buffers,
     "paged_mqa_logits_schedule": _schedule_buffers,
     "quantize_q_fp8": _quantize_q_buffers,
     "gather_k_cache_fp8": _gather_buffers,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -31,6 +33,18 @@ MAGNITUDES = E4M3[:0x7F].numpy()  # 0 to 448, ascending: a magnitude's index is 
 
 def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return E4M3.to(codes.device)[codes.view(torch.uint8).long()]
+
+
+# Codes of e2m1: bit 3 is the sign.
+E2M1 = torch.tensor([s * m for s in (1.0, -1.0) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], dtype=torch.float64)
+
+
+def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Packed codes [..., D/2], the even element in the low nibble, and UE8M0 scales [..., D/32], 255 being NaN."""
+    codes = codes.view(torch.uint8).long()
+    values = E2M1.to(codes.device)[torch.stack([codes & 15, codes >> 4], -1)].flatten(-2)
+    factors = torch.exp2(scales.double() - 127).masked_fill(scales == 255, float("nan"))
+    return values * factors.repeat_interleave(32, -1)
 
 
 # Paged logits
@@ -64,23 +78,63 @@ def paged_mqa_logits(
     seq_lens: torch.Tensor,
     max_seq_len: int,
 ) -> Truth:
-    batch, next_n, heads, dim = q.shape
+    block_size, dim = kv_fused.shape[1], q.shape[3]
+
+    def keys_of(block_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = block_bytes[:, : block_size * dim].reshape(-1, dim)
+        scales = block_bytes[:, block_size * dim :].contiguous().view(torch.float32).flatten()
+        return decode_e4m3(codes), scales.double()
+
+    return _score(decode_e4m3(q), kv_fused, weights, block_tables, seq_lens, max_seq_len, keys_of)
+
+
+def fp4_paged_mqa_logits(
+    q: torch.Tensor,
+    q_sf: torch.Tensor,
+    kv_fused: torch.Tensor,
+    weights: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    is_kv_sf_interleaved: bool,
+) -> Truth:
+    block_size, dim = kv_fused.shape[1], 2 * q.shape[3]
+
+    def keys_of(block_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = block_bytes[:, : block_size * dim // 2].reshape(-1, dim // 2)
+        scales = block_bytes[:, block_size * dim // 2 :].reshape(-1, block_size, dim // 32)
+        if is_kv_sf_interleaved:
+            scales = scales[:, [4 * (t % 32) + t // 32 for t in range(block_size)]]
+        keys = decode_mxfp4(codes, scales.reshape(-1, dim // 32))
+        return keys, torch.ones(len(keys), dtype=torch.float64, device=keys.device)
+
+    scales = q_sf.contiguous().unsqueeze(-1).view(torch.uint8)[..., : dim // 32]
+    return _score(decode_mxfp4(q, scales), kv_fused, weights, block_tables, seq_lens, max_seq_len, keys_of)
+
+
+def _score(
+    queries: torch.Tensor,
+    kv_fused: torch.Tensor,
+    weights: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    keys_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> Truth:
+    """The formula; queries are float64 [B, n, H, D], `keys_of` gives those of blocks' bytes, and their scales."""
+    batch, next_n, heads, _ = queries.shape
     blocks, block_size = kv_fused.shape[:2]
     limits = row_limits(seq_lens, next_n, max_seq_len, block_tables.shape[1], block_size)
-    queries = decode_e4m3(q)
     gates = weights.double().view(batch, next_n, heads) if batch else None
-    logits = torch.full((batch, next_n, max_seq_len), float("-inf"), dtype=torch.float64, device=q.device)
-    live = torch.zeros(logits.shape, dtype=torch.bool, device=q.device)
+    logits = torch.full((batch, next_n, max_seq_len), float("-inf"), dtype=torch.float64, device=queries.device)
+    live = torch.zeros(logits.shape, dtype=torch.bool, device=queries.device)
     noise = torch.zeros_like(logits)
     for b in range(batch):
         tokens = max(limits[b])
         pages = block_tables[b, : -(-tokens // block_size)].long()
         absent = ((pages < 0) | (pages >= blocks)).repeat_interleave(block_size)[:tokens]
-        block_bytes = kv_fused[pages.where((pages >= 0) & (pages < blocks), 0)].flatten(1)
-        codes = block_bytes[:, : block_size * dim].reshape(-1, dim)[:tokens]
-        scale_bytes = block_bytes[:, block_size * dim :].contiguous()
-        scales = scale_bytes.view(torch.float32).flatten()[:tokens].double()
-        keys = decode_e4m3(codes)
+        keys, scales = keys_of(kv_fused[pages.where((pages >= 0) & (pages < blocks), 0)].flatten(1))
+        keys, scales = keys[:tokens], scales[:tokens]
         for t in range(next_n):
             gate = gates[b, t][:, None]
             score = (gate * torch.relu(queries[b, t] @ keys.T)).sum(0) * scales
@@ -237,3 +291,97 @@ def gather_k_cache_fp8(
         start = block_size * dim + 4 * row
         scales[i] = block[start : start + 4].clone().view(torch.float32)[0]
     return codes, scales
+
+
+# MXFP4: exact in Python's integers and fractions where float32 is not asked for
+
+
+def mxfp4_scale_code(group: np.ndarray) -> int:
+    """UE8M0 code of a float32 group: max(amax, 1e-4) / 6 in float32, up to a power of two; the largest if infinite."""
+    amax = max([np.float32(0), *(abs(x) for x in group if not np.isnan(x))])
+    if np.isinf(amax):
+        return 254
+    quotient = Fraction(float(max(amax, np.float32(1e-4)) / np.float32(6)))
+    exponent = -127
+    while Fraction(2) ** exponent < quotient:
+        exponent += 1
+    return 127 + exponent
+
+
+def e2m1_code(x: float, scale_code: int) -> int:
+    """Nearest magnitude to x / 2^(scale_code - 127), the lower of two as near; no negative zero; NaN is 0."""
+    if np.isnan(x):
+        return 0
+    magnitudes = [Fraction(int(2 * m), 2) for m in E2M1[:8].tolist()]
+    y = Fraction(6) if np.isinf(x) else min(Fraction(abs(float(x))) / Fraction(2) ** (scale_code - 127), Fraction(6))
+    code = min(range(8), key=lambda c: (abs(magnitudes[c] - y), c))
+    return code | 8 if code and x < 0 else code
+
+
+def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes uint8 [rows, D/2] and scale codes uint8 [rows, D/32], on the CPU."""
+    rows = x.detach().cpu().float().numpy().reshape(-1, x.shape[-1] // 32, 32)
+    scales = [[mxfp4_scale_code(group) for group in row] for row in rows]
+    codes = [
+        [e2m1_code(value, scale) for group, scale in zip(row, row_scales, strict=True) for value in group]
+        for row, row_scales in zip(rows, scales, strict=True)
+    ]
+    nibbles = torch.tensor(codes, dtype=torch.uint8).view(len(rows), x.shape[-1])
+    packed = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return packed, torch.tensor(scales, dtype=torch.uint8).view(len(rows), x.shape[-1] // 32)
+
+
+def scale_words(scales: torch.Tensor) -> torch.Tensor:
+    """Scale codes [rows, D/32] as int32 [rows]; of D 64 bytes 2 and 3 are 127."""
+    padded = torch.full((len(scales), 4), 127, dtype=torch.uint8)
+    padded[:, : scales.shape[1]] = scales
+    return padded.view(torch.int32).squeeze(1)
+
+
+def mxfp4_places(token: int, block_size: int, dim: int, interleaved: bool) -> tuple[slice, slice]:
+    """Where in a block a token's packed values and its scales are."""
+    values = slice(token * dim // 2, (token + 1) * dim // 2)
+    place = 4 * (token % 32) + token // 32 if interleaved else token
+    start = block_size * dim // 2 + place * dim // 32
+    return values, slice(start, start + dim // 32)
+
+
+def write_k_cache_mxfp4(k: torch.Tensor, slot_mapping: torch.Tensor, kv_fused: torch.Tensor, interleaved: bool) -> None:
+    """Into a CPU pool, token by token; of two tokens with one slot the later wins."""
+    blocks, block_size = kv_fused.shape[:2]
+    packed, scales = quantize_mxfp4(k)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if not 0 <= slot < blocks * block_size:
+            continue
+        block = kv_fused[slot // block_size].view(-1)
+        values_at, scales_at = mxfp4_places(slot % block_size, block_size, k.shape[1], interleaved)
+        block[values_at] = packed[token]
+        block[scales_at] = scales[token]
+
+
+def gather_k_cache_mxfp4(
+    kv_fused: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    total_tokens: int,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes uint8 [total_tokens, D/2] and int32 scale words, on the CPU; zero where no request or no page is."""
+    blocks, block_size, _, token_bytes = kv_fused.shape
+    dim = token_bytes * 32 // 17
+    pool, table, starts = kv_fused.cpu(), block_tables.tolist(), cu_seq_lens.tolist()
+    codes = torch.zeros(total_tokens, dim // 2, dtype=torch.uint8)
+    words = torch.zeros(total_tokens, dtype=torch.int32)
+    for i in range(total_tokens):
+        owner = next((r for r in range(len(table)) if starts[r] <= i < starts[r + 1]), None)
+        if owner is None:
+            continue
+        column, row = divmod(i - starts[owner], block_size)
+        page = table[owner][column] if column < len(table[owner]) else -1
+        if not 0 <= page < blocks:
+            continue
+        block = pool[page].reshape(-1)
+        values_at, scales_at = mxfp4_places(row, block_size, dim, interleaved)
+        codes[i] = block[values_at]
+        words[i] = scale_words(block[scales_at][None])[0]
+    return codes, words

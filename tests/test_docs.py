@@ -32,6 +32,7 @@ def test_every_function_has_an_example() -> None:
 
 TENSOR_FUNCTIONS = (
     "fp8_paged_mqa_logits",
+    "fp4_paged_mqa_logits",
     "compute_paged_mqa_logits_schedule",
     "quantize_q_fp8",
     "quantize_k_cache_fp8",

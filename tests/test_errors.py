@@ -239,6 +239,60 @@ def logits_table() -> list[Bad]:
     return cases
 
 
+def fp4_logits_table() -> list[Bad]:
+    """What differs from FP8, and each tensor once: the rest of the rules is the same code."""
+    d, o = "fp4_paged_mqa_logits.default", "fp4_paged_mqa_logits.out"
+    # The valid call: B 3, n 2, H 8, D 64, S 16, max_seq_len 329, bfloat16.
+
+    def q_of(*shape: int) -> Change:
+        return edit("q", like(*shape))
+
+    return [
+        Bad(d, "q", "[6, 8, 32]", q_of(6, 8, 32), "[B, n, H, D/2]"),
+        *(
+            Bad(d, "q", str(dtype).removeprefix("torch."), edit("q", to(dtype)), "uint8 or float4_e2m1fn_x2")
+            for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
+        ),
+        *(Bad(d, "q", str(n), q_of(3, n, 8, 32)) for n in (0, 17)),
+        *(Bad(d, "q", str(heads), q_of(3, 2, heads, 32)) for heads in (0, 4, 48, 256)),
+        *(Bad(d, "q", str(half), q_of(3, 2, 8, half), "D/2 of 32 or 64") for half in (0, 16, 48, 128)),
+        Bad(d, "q", "[512, 256, 1, 8]", edit("q", swapped)),
+        Bad(d, "q", "64, 2]", edit("q", gaps_inside)),
+        Bad(d, "q_sf", "[3, 2, 7]", edit("q_sf", like(3, 2, 7))),
+        Bad(d, "q_sf", "[6, 8]", edit("q_sf", like(6, 8))),
+        Bad(d, "q_sf", "uint8", edit("q_sf", to(torch.uint8))),
+        Bad(d, "q_sf", "2]", edit("q_sf", gaps_inside)),
+        Bad(d, "q_sf", "", elsewhere("q_sf"), mixes_devices=True),
+        Bad(d, "sf_vec_size", "16", replace(sf_vec_size=16), "of 32"),
+        Bad(d, "kv_fused", "[24, 544]", edit("kv_fused", like(24, 544)), "[blocks, S, 1, D/2 + D/32]"),
+        Bad(d, "kv_fused", "int8", edit("kv_fused", to(torch.int8))),
+        *(Bad(d, "kv_fused", str(size), pool_of(24, size, 34, gap=-size * 34 % 16)) for size in (0, 8, 48, 512)),
+        Bad(d, "kv_fused", "[24, 16, 1, 68]", edit("kv_fused", like(24, 16, 1, 68))),
+        Bad(d, "kv_fused", "548", pool_of(24, 16, 34, gap=4)),
+        Bad(d, "kv_fused", "4", pool_of(24, 16, 34, shift=4), by_address=True),
+        Bad(d, "kv_fused", "", elsewhere("kv_fused"), mixes_devices=True),
+        Bad(d, "is_kv_sf_interleaved", "True with S = 16", replace(is_kv_sf_interleaved=True)),
+        Bad(d, "weights", "[5, 8]", edit("weights", like(5, 8))),
+        Bad(d, "weights", "", elsewhere("weights"), mixes_devices=True),
+        Bad(d, "block_tables", "[2, 5]", edit("block_tables", like(2, 5))),
+        Bad(d, "block_tables", "", elsewhere("block_tables"), mixes_devices=True),
+        Bad(d, "seq_lens", "[2]", edit("seq_lens", like(2))),
+        Bad(d, "seq_lens", "", elsewhere("seq_lens"), mixes_devices=True),
+        Bad(d, "max_seq_len", "-1", replace(max_seq_len=-1)),
+        Bad(d, "output_dtype", "float64", replace(output_dtype=torch.float64)),
+        Bad(d, "schedule_meta", "[1, 2]", schedule(like(1, 2))),
+        Bad(d, "schedule_meta", "", elsewhere("schedule_meta"), mixes_devices=True),
+        Bad(o, "out", "float32", edit("out", to(torch.float32))),
+        Bad(o, "out", "bfloat16", replace(output_dtype=torch.float32)),
+        Bad(o, "out", "[5, 512]", edit("out", like(5, 512))),
+        Bad(o, "out", "", elsewhere("out"), mixes_devices=True),
+        *(
+            Bad(o, "out", "shared", share("out", name), f"not overlap {name}", by_address=True)
+            for name in ("q", "q_sf", "kv_fused", "weights", "block_tables", "seq_lens", "schedule_meta")
+        ),
+    ]
+
+
 def schedule_table() -> list[Bad]:
     d, o = "paged_mqa_logits_schedule.default", "paged_mqa_logits_schedule.out"
 
@@ -494,6 +548,7 @@ def gather_mxfp4_table() -> list[Bad]:
 
 TABLE = [
     *logits_table(),
+    *fp4_logits_table(),
     *schedule_table(),
     *quantize_q_table(),
     *quantize_k_table(),
@@ -665,6 +720,21 @@ FUNCTIONS = {
         "clean_logits": (1, "yes", None),
         "out": [0.0],
     },
+    "fp4_paged_mqa_logits": {
+        "q": [[0.0]],
+        "q_sf": [[0]],
+        "kv_fused": "pool",
+        "weights": 1.0,
+        "block_tables": [[0]],
+        "seq_lens": [1, 2],
+        "max_seq_len": (329.0, True, "329", None),
+        "sf_vec_size": (32.0, True),
+        "output_dtype": ("float32", float, None),
+        "is_kv_sf_interleaved": (1, None),
+        "schedule_meta": [[0, 0]],
+        "clean_logits": (1, "yes", None),
+        "out": [0.0],
+    },
     "compute_paged_mqa_logits_schedule": {
         "seq_lens": ([1, 2], 3, None),
         "device": (1.5, [0]),
@@ -707,6 +777,7 @@ FUNCTIONS = {
 }
 VALID = {
     "fp8_paged_mqa_logits": "fp8_paged_mqa_logits",
+    "fp4_paged_mqa_logits": "fp4_paged_mqa_logits",
     "compute_paged_mqa_logits_schedule": "paged_mqa_logits_schedule",
     "quantize_q_fp8": "quantize_q_fp8",
     "quantize_k_cache_fp8": "quantize_k_cache_fp8",

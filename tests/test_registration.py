@@ -55,6 +55,14 @@ def test_schema_snapshot():
     expecttest.assert_expected_inline(
         actual,
         """\
+mqa::fp4_paged_mqa_logits(Tensor q, Tensor q_sf, Tensor kv_fused, Tensor weights, Tensor
+    block_tables, Tensor seq_lens, SymInt max_seq_len, *, int sf_vec_size=32, ScalarType?
+    output_dtype=None, bool is_kv_sf_interleaved=False, Tensor? schedule_meta=None, bool
+    clean_logits=False) -> Tensor
+mqa::fp4_paged_mqa_logits.out(Tensor q, Tensor q_sf, Tensor kv_fused, Tensor weights, Tensor
+    block_tables, Tensor seq_lens, SymInt max_seq_len, *, int sf_vec_size=32, ScalarType?
+    output_dtype=None, bool is_kv_sf_interleaved=False, Tensor? schedule_meta=None, bool
+    clean_logits=False, Tensor(a!) out) -> ()
 mqa::fp8_paged_mqa_logits(Tensor q, Tensor kv_fused, Tensor weights, Tensor block_tables, Tensor
     seq_lens, SymInt max_seq_len, *, ScalarType? output_dtype=None, Tensor? schedule_meta=None, bool
     clean_logits=False) -> Tensor
@@ -89,6 +97,7 @@ def test_schema_marks_exactly_what_it_writes(name):
     schema = op_cases.overload_of(name)._schema
     writes = {
         "fp8_paged_mqa_logits.out": ["out"],
+        "fp4_paged_mqa_logits.out": ["out"],
         "paged_mqa_logits_schedule.out": ["out"],
         "quantize_q_fp8.out": ["q_fp8", "weights_f32"],
         "quantize_k_cache_fp8.default": ["kv_fused"],
@@ -132,6 +141,7 @@ def test_no_string_argument(name):
     ("op", "argument"),
     [
         ("fp8_paged_mqa_logits", "max_seq_len"),
+        ("fp4_paged_mqa_logits", "max_seq_len"),
         ("paged_mqa_logits_schedule", "num_workers"),
         ("gather_k_cache_fp8", "total_tokens"),
         ("gather_k_cache_mxfp4", "total_tokens"),
@@ -377,6 +387,7 @@ def test_fakes_write_nothing():
 
 DIFFERENTIABLE = {
     "fp8_paged_mqa_logits": ("q", "weights"),
+    "fp4_paged_mqa_logits": ("weights",),
     "quantize_q_fp8": ("q", "weights"),
     "quantize_k_cache_fp8": ("k",),
     "quantize_q_mxfp4": ("q",),
@@ -412,6 +423,7 @@ def test_out_that_requires_grad_is_refused_in_grad_mode_only(device):
 # The functions that write a caller's tensor, and its name.
 WRITERS = {
     "fp8_paged_mqa_logits": "out",
+    "fp4_paged_mqa_logits": "out",
     "compute_paged_mqa_logits_schedule": "out",
     "quantize_k_cache_fp8": "kv_fused",
     "quantize_k_cache_mxfp4": "kv_fused",
@@ -421,7 +433,7 @@ WRITERS = {
 def writer_arguments(function: str, device: str) -> dict:
     op = function.removeprefix("compute_")
     args = op_cases.arguments(op, device)
-    if op == "fp8_paged_mqa_logits":
+    if op.endswith("_paged_mqa_logits"):
         args |= op_cases.buffers(op, args)
     elif op == "paged_mqa_logits_schedule":
         args = {"seq_lens": args["seq_lens"], "out": mqa.compute_paged_mqa_logits_schedule(args["seq_lens"])}

@@ -17,6 +17,7 @@ if not (_Path(__file__).parent / "meta").is_dir():
 from . import meta as _meta  # noqa: E402, F401  (registers the fake kernels)
 from .paged_logits import (  # noqa: E402
     compute_paged_mqa_logits_schedule,
+    fp4_paged_mqa_logits,
     fp8_paged_mqa_logits,
     min_block_table_width,
     padded_seq_len,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "compute_paged_mqa_logits_schedule",
+    "fp4_paged_mqa_logits",
     "fp8_paged_mqa_logits",
     "gather_k_cache_fp8",
     "gather_k_cache_mxfp4",

@@ -9,6 +9,8 @@ from ._arguments import need_bool, need_device, need_dtype, need_int, need_itera
 # The overloads themselves: looking them up through torch.ops costs half a microsecond a call.
 _fp8_logits = torch.ops.mqa.fp8_paged_mqa_logits.default
 _fp8_logits_out = torch.ops.mqa.fp8_paged_mqa_logits.out
+_fp4_logits = torch.ops.mqa.fp4_paged_mqa_logits.default
+_fp4_logits_out = torch.ops.mqa.fp4_paged_mqa_logits.out
 _schedule = torch.ops.mqa.paged_mqa_logits_schedule.default
 _schedule_out = torch.ops.mqa.paged_mqa_logits_schedule.out
 
@@ -154,6 +156,114 @@ def fp8_paged_mqa_logits(
         output_dtype=dtype, schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
     )  # fmt: skip
     wrote(out)
+    return _written_part(out, q, max_seq_len)
+
+
+def fp4_paged_mqa_logits(
+    q: torch.Tensor,
+    q_sf: torch.Tensor,
+    kv_fused: torch.Tensor,
+    weights: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    *,
+    sf_vec_size: int = 32,
+    output_dtype: torch.dtype = torch.bfloat16,
+    is_kv_sf_interleaved: bool = False,
+    schedule_meta: torch.Tensor | None = None,
+    clean_logits: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores every cached key of each request, from an MXFP4 cache: half the bytes of :func:`fp8_paged_mqa_logits`.
+
+    With ``row = b * n + t`` for query slot t of request b, and position p of the request's context::
+
+        logits[row, p] = sum over h of weights[row, h] * max(0, sum over d of q[b, t, h, d] * k[p, d])
+
+    where q and k are the values that their e2m1 codes and UE8M0 scales stand for. ``k[p]`` is token ``p % S`` of block
+    ``block_tables[b, p // S]``. All tensors are on one device, CPU or CUDA.
+
+    Args:
+        q: uint8 (or float4_e2m1fn_x2) ``[B, n, H, D/2]``, the last two dimensions contiguous: byte j of a row is
+            element 2j (low nibble) and 2j + 1, as :func:`quantize_q_mxfp4` gives. H is 8, 16, 32, 64 or 128, D is 64 or
+            128, n (1 + draft tokens) is 1 to 16.
+        q_sf: int32 ``[B, n, H]``, the last dimension contiguous: byte g, counted from the least significant, scales
+            elements 32g to 32g + 31 by 2^(byte - 127), 255 being NaN. With D 64 bytes 2 and 3 are ignored.
+        kv_fused: uint8 ``[blocks, S, 1, D/2 + D/32]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: the packed
+            values of its S tokens, D/2 bytes each, then their scales, D/32 bytes each. The 4-D shape states sizes only.
+            The last three dimensions are contiguous; the block stride may be any multiple of 16 bytes, and the base
+            address too.
+        weights: float32, bfloat16 or float16 ``[B * n, H]``, any row stride, the last dimension contiguous.
+        block_tables: int32 ``[B, W]``, any row stride, the last dimension contiguous. Ids that no live position needs
+            are never looked at.
+        seq_lens: int32 ``[B]`` or ``[B, n]``, any strides, as in :func:`fp8_paged_mqa_logits`.
+        max_seq_len: columns of the result, 0 to 2^31 - 1.
+        sf_vec_size: elements per scale: 32.
+        output_dtype: float32, bfloat16 or float16. Scores are float32 until they are stored; float16 overflows to inf.
+        is_kv_sf_interleaved: with S = 128, token t's scale bytes stand in the place of token
+            ``4 * (t % 32) + t // 32``.
+        schedule_meta: int32 ``[R >= 2, 2]``, contiguous, as in :func:`fp8_paged_mqa_logits`.
+        clean_logits: write ``-inf`` to every column that is not live, rows of length 0 included.
+        out: a buffer of ``output_dtype`` with at least ``B * n`` rows and ``padded_seq_len(max_seq_len)`` columns, unit
+            column stride, rows that do not overlap; it may not overlap an input.
+
+    Returns:
+        ``[B * n, max_seq_len]``, as :func:`fp8_paged_mqa_logits` does. What it says about unspecified columns, page
+        ids, untrusted contents, equal bits and concurrent writers holds here too.
+
+    Every scale code has its exact value, 2^-127 for 0 included, and nothing overflows on the way to a finite score: a
+    row's elements are taken relative to the largest scale among its groups that are not zero. Groups whose scale is
+    within 2^22 of it (on the CPU 2^126) are exact; smaller ones lose less than 2^-22 of the row's largest element.
+    Weights below 2^-126 of the row's largest product of weight and scale lose precision in the same way. NaN scales or
+    weights make their scores NaN.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        RuntimeError: an argument breaks a rule above (the text names it, the rule and the value), or requires grad in
+            grad mode: there is no backward.
+
+    Example:
+        >>> cache = torch.zeros(8, 64, 1, 68, dtype=torch.uint8)                # 8 blocks of 64 tokens
+        >>> torch_mqa_ops.quantize_k_cache_mxfp4(torch.randn(300, 128), torch.arange(300), cache)
+        >>> q, q_sf = torch_mqa_ops.quantize_q_mxfp4(torch.randn(2, 1, 64, 128))  # 2 requests, 1 query each
+        >>> table = torch.tensor([[0, 1, 2, 3, 4], [4, 3, -1, -1, -1]], dtype=torch.int32)
+        >>> lens = torch.tensor([300, 40], dtype=torch.int32)
+        >>> w = torch.ones(2, 64)
+        >>> logits = torch_mqa_ops.fp4_paged_mqa_logits(q, q_sf, cache, w, table, lens, 300, clean_logits=True)
+        >>> logits.shape, logits.dtype, logits[1, 39:41].isinf().tolist()
+        (torch.Size([2, 300]), torch.bfloat16, [False, True])
+    """
+    need_tensor("fp4_paged_mqa_logits", "q", q)
+    need_tensor("fp4_paged_mqa_logits", "q_sf", q_sf)
+    need_tensor("fp4_paged_mqa_logits", "kv_fused", kv_fused)
+    need_tensor("fp4_paged_mqa_logits", "weights", weights)
+    need_tensor("fp4_paged_mqa_logits", "block_tables", block_tables)
+    need_tensor("fp4_paged_mqa_logits", "seq_lens", seq_lens)
+    need_int("fp4_paged_mqa_logits", "max_seq_len", max_seq_len)
+    need_int("fp4_paged_mqa_logits", "sf_vec_size", sf_vec_size)
+    need_dtype("fp4_paged_mqa_logits", "output_dtype", output_dtype)
+    need_bool("fp4_paged_mqa_logits", "is_kv_sf_interleaved", is_kv_sf_interleaved)
+    need_tensor("fp4_paged_mqa_logits", "schedule_meta", schedule_meta, optional=True)
+    need_bool("fp4_paged_mqa_logits", "clean_logits", clean_logits)
+    dtype = None if output_dtype is torch.bfloat16 else output_dtype  # as in fp8_paged_mqa_logits
+    if out is None:
+        return _fp4_logits(
+            q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len,
+            sf_vec_size=sf_vec_size, output_dtype=dtype, is_kv_sf_interleaved=is_kv_sf_interleaved,
+            schedule_meta=schedule_meta, clean_logits=clean_logits,
+        )  # fmt: skip
+    need_tensor("fp4_paged_mqa_logits", "out", out)
+    _fp4_logits_out(
+        q, q_sf, kv_fused, weights, block_tables, seq_lens, max_seq_len,
+        sf_vec_size=sf_vec_size, output_dtype=dtype, is_kv_sf_interleaved=is_kv_sf_interleaved,
+        schedule_meta=schedule_meta, clean_logits=clean_logits, out=out,
+    )  # fmt: skip
+    wrote(out)
+    return _written_part(out, q, max_seq_len)
+
+
+def _written_part(out: torch.Tensor, q: torch.Tensor, max_seq_len: int) -> torch.Tensor:
     rows = q.shape[0] * q.shape[1]
     if not torch.compiler.is_compiling() and out.shape == (rows, max_seq_len):
         return out  # a slice costs 3 us
@@ -232,7 +342,7 @@ def precompile_paged_mqa_logits(
     Args:
         device: a CUDA device of this machine or the CPU; default the current CUDA device, or the CPU where there is
             none.
-        variants: out of "fp8" and "fp4". "fp4" names no kernel yet.
+        variants: out of "fp8" and "fp4".
         output_dtypes: out of float32, bfloat16 and float16; one kernel serves them all.
         batch_sizes: non-negative ints; one kernel serves them all.
 
@@ -259,18 +369,34 @@ def precompile_paged_mqa_logits(
         raise RuntimeError(
             f"{function}: device must be the CPU or one of {gpus} CUDA devices here, got {str(device)!r}"
         )
-    if wanted.type == "cpu" or "fp8" not in variants:
+    if wanted.type == "cpu":
         return
     lens = torch.zeros(1, dtype=torch.int32, device=wanted)
     table = torch.zeros(1, 1, dtype=torch.int32, device=wanted)
     _schedule(lens, _num_workers(lens.device))
-    # Kernels differ by H, D and n; a pool without blocks takes the one that serves wherever another may not.
-    for head_dim in (32, 64, 128):
-        shapes = [(1, next_n, heads) for next_n in (1, 2, 3, 4, 5) for heads in (8, 16, 32, 64, 128)]
-        for blocks, next_n, heads in (*shapes, (0, 1, 128)):
-            q = torch.zeros(1, next_n, heads, head_dim, dtype=torch.uint8, device=wanted).view(torch.float8_e4m3fn)
-            cache = torch.zeros(blocks, 16, 1, head_dim + 4, dtype=torch.uint8, device=wanted)
-            _fp8_logits(q, cache, torch.zeros(next_n, heads, device=wanted), table, lens, 1)
+
+    def score(variant: str, blocks: int, next_n: int, heads: int, head_dim: int) -> None:
+        row, token_bytes = (head_dim, head_dim + 4) if variant == "fp8" else (head_dim // 2, head_dim // 32 * 17)
+        q = torch.zeros(1, next_n, heads, row, dtype=torch.uint8, device=wanted)
+        cache = torch.zeros(blocks, 16, 1, token_bytes, dtype=torch.uint8, device=wanted)
+        weights = torch.zeros(next_n, heads, device=wanted)
+        if variant == "fp8":
+            _fp8_logits(q.view(torch.float8_e4m3fn), cache, weights, table, lens, 1)
+        else:
+            q_sf = torch.zeros(1, next_n, heads, dtype=torch.int32, device=wanted)
+            _fp4_logits(q, q_sf, cache, weights, table, lens, 1)
+
+    # Kernels differ by D; Hopper's, which has none for FP4, by H and n too. A pool without blocks takes the one that
+    # serves wherever another may not.
+    if "fp8" in variants:
+        for head_dim in (32, 64, 128):
+            for next_n in (1, 2, 3, 4, 5):
+                for heads in (8, 16, 32, 64, 128):
+                    score("fp8", 1, next_n, heads, head_dim)
+            score("fp8", 0, 1, 128, head_dim)
+    if "fp4" in variants:
+        for head_dim in (64, 128):
+            score("fp4", 1, 1, 64, head_dim)
 
 
 def _num_workers(device: torch.device) -> int:

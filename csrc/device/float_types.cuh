@@ -18,6 +18,19 @@ __device__ __forceinline__ uint32_t half2_from_e4m3x2(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
+// Two e2m1 codes, the nibbles of the low byte, as half2 bits times 2^-14: their exponent and mantissa bits, where a
+// half has its own.
+__device__ __forceinline__ uint32_t half2_from_e2m1x2(uint32_t codes) {
+  const uint32_t spread = (codes & 0xf) | (codes & 0xf0) << 12;
+  return (spread & 0x00070007u) << 9 | (spread & 0x00080008u) << 12;
+}
+
+__device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // Nearest e4m3 codes (low byte first), ties to even, saturating; NaN gives 0x7F.
 __device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);

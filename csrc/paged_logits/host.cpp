@@ -15,50 +15,82 @@ Lengths lengths_of(const Tensor& seq_lens) {
           per_slot ? seq_lens.stride(1) : 0};
 }
 
-constexpr const char* kLogits = "fp8_paged_mqa_logits";
 constexpr const char* kSchedule = "paged_mqa_logits_schedule";
 
-}  // namespace
+const char* logits_op(CacheFormat format) {
+  return format == CacheFormat::kFp8 ? "fp8_paged_mqa_logits" : "fp4_paged_mqa_logits";
+}
 
-LogitsParams check_fp8_logits(const Tensor& q, const Tensor& kv_fused, const Tensor& weights,
-                              const Tensor& block_tables, const Tensor& seq_lens, int64_t max_seq_len,
-                              ScalarType output_dtype, const OptionalTensor& schedule_meta, bool clean_logits) {
-  const char* op = kLogits;
-  LogitsParams p{};
-
-  check_rank(op, "q", q, 4, "[B, n, H, D]");
-  check_dtype(op, "q", q, {ScalarType::Float8_e4m3fn});
+// q and its scales.
+void check_queries(LogitsParams& p, const LogitsTensors& in, int64_t sf_vec_size) {
+  const char* op = logits_op(p.format);
+  const bool fp8 = p.format == CacheFormat::kFp8;
+  const Tensor& q = in.q;
+  check_rank(op, "q", q, 4, fp8 ? "[B, n, H, D]" : "[B, n, H, D/2]");
+  if (fp8) {
+    check_dtype(op, "q", q, {ScalarType::Float8_e4m3fn});
+  } else {
+    check_dtype(op, "q", q, {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2});
+  }
   p.batch = q.size(0);
   p.next_n = q.size(1);
   p.heads = q.size(2);
-  p.head_dim = q.size(3);
+  p.head_dim = fp8 ? q.size(3) : 2 * q.size(3);
   check_range(op, "q must have n (query slots per request, drafts + 1)", p.next_n, 1, 16);
   check_choice(op, "q must have H", p.heads, {8, 16, 32, 64, 128});
-  check_choice(op, "q must have D", p.head_dim, {32, 64, 128});
-  check_inner_contiguous(op, "q", q, 2);
-
-  check_device(op, "kv_fused", kv_fused, "q", q);
-  p.cache = check_cache(op, "kv_fused", kv_fused, CacheFormat::kFp8, p.head_dim);
-
-  check_device(op, "weights", weights, "q", q);
-  check_dtype(op, "weights", weights, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
-  check_shape(op, "weights", weights, "[B*n, H]", {p.batch * p.next_n, p.heads});
-  check_inner_contiguous(op, "weights", weights);
-
-  check_device(op, "block_tables", block_tables, "q", q);
-  check_rank(op, "block_tables", block_tables, 2, "[B, W]");
-  check_dtype(op, "block_tables", block_tables, {ScalarType::Int});
-  p.table_width = block_tables.size(1);
-  check_shape(op, "block_tables", block_tables, "[B, W]", {p.batch, p.table_width});
-  check_inner_contiguous(op, "block_tables", block_tables);
-
-  check_device(op, "seq_lens", seq_lens, "q", q);
-  check_dtype(op, "seq_lens", seq_lens, {ScalarType::Int});
-  p.lengths_per_slot = seq_lens.dim() == 2;
-  if (p.lengths_per_slot) {
-    check_shape(op, "seq_lens", seq_lens, "[B, n]", {p.batch, p.next_n});
+  if (fp8) {
+    check_choice(op, "q must have D", p.head_dim, {32, 64, 128});
   } else {
-    check_shape(op, "seq_lens", seq_lens, "[B]", {p.batch});
+    check_choice(op, "q must have D/2", q.size(3), {32, 64});
+  }
+  check_inner_contiguous(op, "q", q, 2);
+  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  p.q_batch_stride = q.stride(0);
+  p.q_slot_stride = q.stride(1);
+  if (fp8) return;
+
+  const Tensor& q_sf = *in.q_sf;
+  check_device(op, "q_sf", q_sf, "q", q);
+  check_dtype(op, "q_sf", q_sf, {ScalarType::Int});
+  check_shape(op, "q_sf", q_sf, "[B, n, H]", {p.batch, p.next_n, p.heads});
+  check_inner_contiguous(op, "q_sf", q_sf);
+  check_choice(op, "sf_vec_size must be", sf_vec_size, {32});
+  p.q_scales = static_cast<const uint32_t*>(q_sf.const_data_ptr());
+  p.q_scales_batch_stride = q_sf.stride(0);
+  p.q_scales_slot_stride = q_sf.stride(1);
+}
+
+}  // namespace
+
+LogitsParams check_logits(CacheFormat format, const LogitsTensors& in, int64_t max_seq_len, int64_t sf_vec_size,
+                          ScalarType output_dtype, bool interleaved_scales, bool clean_logits) {
+  const char* op = logits_op(format);
+  LogitsParams p{};
+  p.format = format;
+  check_queries(p, in, sf_vec_size);
+
+  check_device(op, "kv_fused", in.kv_fused, "q", in.q);
+  p.cache = check_cache(op, "kv_fused", in.kv_fused, format, p.head_dim, interleaved_scales);
+
+  check_device(op, "weights", in.weights, "q", in.q);
+  check_dtype(op, "weights", in.weights, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
+  check_shape(op, "weights", in.weights, "[B*n, H]", {p.batch * p.next_n, p.heads});
+  check_inner_contiguous(op, "weights", in.weights);
+
+  check_device(op, "block_tables", in.block_tables, "q", in.q);
+  check_rank(op, "block_tables", in.block_tables, 2, "[B, W]");
+  check_dtype(op, "block_tables", in.block_tables, {ScalarType::Int});
+  p.table_width = in.block_tables.size(1);
+  check_shape(op, "block_tables", in.block_tables, "[B, W]", {p.batch, p.table_width});
+  check_inner_contiguous(op, "block_tables", in.block_tables);
+
+  check_device(op, "seq_lens", in.seq_lens, "q", in.q);
+  check_dtype(op, "seq_lens", in.seq_lens, {ScalarType::Int});
+  p.lengths_per_slot = in.seq_lens.dim() == 2;
+  if (p.lengths_per_slot) {
+    check_shape(op, "seq_lens", in.seq_lens, "[B, n]", {p.batch, p.next_n});
+  } else {
+    check_shape(op, "seq_lens", in.seq_lens, "[B]", {p.batch});
   }
 
   // Lengths are int32, so no position past this one can be live.
@@ -66,9 +98,9 @@ LogitsParams check_fp8_logits(const Tensor& q, const Tensor& kv_fused, const Ten
   p.max_seq_len = max_seq_len;
   check_dtype(op, "output_dtype", output_dtype, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
 
-  if (schedule_meta.has_value()) {
-    const Tensor& schedule = *schedule_meta;
-    check_device(op, "schedule_meta", schedule, "q", q);
+  if (in.schedule_meta.has_value()) {
+    const Tensor& schedule = *in.schedule_meta;
+    check_device(op, "schedule_meta", schedule, "q", in.q);
     check_dtype(op, "schedule_meta", schedule, {ScalarType::Int});
     if (schedule.dim() != 2 || schedule.size(0) < 2 || schedule.size(1) != 2) {
       refuse(op, "schedule_meta must have shape [R >= 2, 2], got ", list_text(schedule.sizes()));
@@ -77,29 +109,24 @@ LogitsParams check_fp8_logits(const Tensor& q, const Tensor& kv_fused, const Ten
   }
 
   p.capacity = std::min(max_seq_len, p.table_width * p.cache.block_size);
-  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
-  p.q_batch_stride = q.stride(0);
-  p.q_slot_stride = q.stride(1);
-  p.weights = weights.const_data_ptr();
-  p.weights_type = float_type(weights.scalar_type());
-  p.weights_stride = weights.stride(0);
-  p.block_tables = block_tables.const_data_ptr<int32_t>();
-  p.table_stride = block_tables.stride(0);
-  p.lengths = lengths_of(seq_lens);
-  p.schedule = schedule_meta.has_value() ? schedule_meta->const_data_ptr<int32_t>() : nullptr;
-  p.workers = schedule_meta.has_value() ? schedule_meta->size(0) - 1 : 0;
+  p.weights = in.weights.const_data_ptr();
+  p.weights_type = float_type(in.weights.scalar_type());
+  p.weights_stride = in.weights.stride(0);
+  p.block_tables = in.block_tables.const_data_ptr<int32_t>();
+  p.table_stride = in.block_tables.stride(0);
+  p.lengths = lengths_of(in.seq_lens);
+  p.schedule = in.schedule_meta.has_value() ? in.schedule_meta->const_data_ptr<int32_t>() : nullptr;
+  p.workers = in.schedule_meta.has_value() ? in.schedule_meta->size(0) - 1 : 0;
   p.out_type = float_type(output_dtype);
   p.clean = clean_logits;
   return p;
 }
 
-void check_logits_out(LogitsParams& p, const Tensor& q, const Tensor& kv_fused, const Tensor& weights,
-                      const Tensor& block_tables, const Tensor& seq_lens, ScalarType output_dtype,
-                      const OptionalTensor& schedule_meta, const Tensor& out) {
-  const char* op = kLogits;
+void check_logits_out(LogitsParams& p, const LogitsTensors& in, ScalarType output_dtype, const Tensor& out) {
+  const char* op = logits_op(p.format);
   const int64_t rows = p.batch * p.next_n;
   const int64_t columns = padded_seq_len(p.max_seq_len);
-  check_device(op, "out", out, "q", q);
+  check_device(op, "out", out, "q", in.q);
   check_dtype(op, "out", out, {output_dtype});
   if (out.dim() != 2 || out.size(0) < rows || out.size(1) < columns) {
     refuse(op, "out must have shape [>= B*n, >= padded_seq_len(max_seq_len)] = [>= ", rows, ", >= ", columns, "], got ",
@@ -107,12 +134,13 @@ void check_logits_out(LogitsParams& p, const Tensor& q, const Tensor& kv_fused, 
   }
   check_inner_contiguous(op, "out", out);
   check_no_internal_overlap(op, "out", out);
-  check_disjoint(op, "out", out, "q", q);
-  check_disjoint(op, "out", out, "kv_fused", kv_fused);
-  check_disjoint(op, "out", out, "weights", weights);
-  check_disjoint(op, "out", out, "block_tables", block_tables);
-  check_disjoint(op, "out", out, "seq_lens", seq_lens);
-  if (schedule_meta.has_value()) check_disjoint(op, "out", out, "schedule_meta", *schedule_meta);
+  check_disjoint(op, "out", out, "q", in.q);
+  if (in.q_sf != nullptr) check_disjoint(op, "out", out, "q_sf", *in.q_sf);
+  check_disjoint(op, "out", out, "kv_fused", in.kv_fused);
+  check_disjoint(op, "out", out, "weights", in.weights);
+  check_disjoint(op, "out", out, "block_tables", in.block_tables);
+  check_disjoint(op, "out", out, "seq_lens", in.seq_lens);
+  if (in.schedule_meta.has_value()) check_disjoint(op, "out", out, "schedule_meta", *in.schedule_meta);
   p.out = out.mutable_data_ptr();
   p.out_stride = out.stride(0);
 }

@@ -7,12 +7,20 @@
 
 namespace mqa::paged_logits {
 
-LogitsParams check_fp8_logits(const Tensor& q, const Tensor& kv_fused, const Tensor& weights,
-                              const Tensor& block_tables, const Tensor& seq_lens, int64_t max_seq_len,
-                              ScalarType output_dtype, const OptionalTensor& schedule_meta, bool clean_logits);
-void check_logits_out(LogitsParams& params, const Tensor& q, const Tensor& kv_fused, const Tensor& weights,
-                      const Tensor& block_tables, const Tensor& seq_lens, ScalarType output_dtype,
-                      const OptionalTensor& schedule_meta, const Tensor& out);
+// The tensors of a logits call.
+struct LogitsTensors {
+  const Tensor& q;
+  const Tensor* q_sf;  // nullptr for FP8
+  const Tensor& kv_fused;
+  const Tensor& weights;
+  const Tensor& block_tables;
+  const Tensor& seq_lens;
+  const OptionalTensor& schedule_meta;
+};
+
+LogitsParams check_logits(CacheFormat format, const LogitsTensors& tensors, int64_t max_seq_len, int64_t sf_vec_size,
+                          ScalarType output_dtype, bool interleaved_scales, bool clean_logits);
+void check_logits_out(LogitsParams& params, const LogitsTensors& tensors, ScalarType output_dtype, const Tensor& out);
 // The padded buffer of a functional call; the result is its first max_seq_len columns.
 Tensor allocate_logits(LogitsParams& params, const Tensor& q, ScalarType output_dtype);
 
@@ -24,16 +32,23 @@ Tensor allocate_schedule(ScheduleParams& params, const Tensor& seq_lens);
 using RunLogits = void (*)(const LogitsParams& params, const Tensor& anchor);
 using RunSchedule = void (*)(const ScheduleParams& params, const Tensor& anchor);
 
+constexpr int64_t kScaleElements = 32;  // that a scale of FP4 serves
+
+template <RunLogits run>
+Tensor logits(LogitsParams params, const Tensor& q, ScalarType output_dtype) {
+  Tensor buffer = allocate_logits(params, q, output_dtype);
+  run(params, q);
+  return torch::stable::narrow(buffer, 1, 0, params.max_seq_len);
+}
+
 template <RunLogits run>
 Tensor fp8_paged_mqa_logits(const Tensor& q, const Tensor& kv_fused, const Tensor& weights, const Tensor& block_tables,
                             const Tensor& seq_lens, int64_t max_seq_len, std::optional<ScalarType> output_dtype,
                             OptionalTensor schedule_meta, bool clean_logits) {
   const ScalarType dtype = output_dtype.value_or(ScalarType::Float);
-  LogitsParams params =
-      check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta, clean_logits);
-  Tensor buffer = allocate_logits(params, q, dtype);
-  run(params, q);
-  return torch::stable::narrow(buffer, 1, 0, max_seq_len);
+  const LogitsTensors tensors{q, nullptr, kv_fused, weights, block_tables, seq_lens, schedule_meta};
+  return logits<run>(check_logits(CacheFormat::kFp8, tensors, max_seq_len, kScaleElements, dtype, false, clean_logits),
+                     q, dtype);
 }
 
 template <RunLogits run>
@@ -42,9 +57,35 @@ void fp8_paged_mqa_logits_out(const Tensor& q, const Tensor& kv_fused, const Ten
                               std::optional<ScalarType> output_dtype, OptionalTensor schedule_meta, bool clean_logits,
                               Tensor out) {
   const ScalarType dtype = output_dtype.value_or(ScalarType::Float);
+  const LogitsTensors tensors{q, nullptr, kv_fused, weights, block_tables, seq_lens, schedule_meta};
   LogitsParams params =
-      check_fp8_logits(q, kv_fused, weights, block_tables, seq_lens, max_seq_len, dtype, schedule_meta, clean_logits);
-  check_logits_out(params, q, kv_fused, weights, block_tables, seq_lens, dtype, schedule_meta, out);
+      check_logits(CacheFormat::kFp8, tensors, max_seq_len, kScaleElements, dtype, false, clean_logits);
+  check_logits_out(params, tensors, dtype, out);
+  run(params, q);
+}
+
+template <RunLogits run>
+Tensor fp4_paged_mqa_logits(const Tensor& q, const Tensor& q_sf, const Tensor& kv_fused, const Tensor& weights,
+                            const Tensor& block_tables, const Tensor& seq_lens, int64_t max_seq_len,
+                            int64_t sf_vec_size, std::optional<ScalarType> output_dtype, bool is_kv_sf_interleaved,
+                            OptionalTensor schedule_meta, bool clean_logits) {
+  const ScalarType dtype = output_dtype.value_or(ScalarType::BFloat16);
+  const LogitsTensors tensors{q, &q_sf, kv_fused, weights, block_tables, seq_lens, schedule_meta};
+  return logits<run>(
+      check_logits(CacheFormat::kMxfp4, tensors, max_seq_len, sf_vec_size, dtype, is_kv_sf_interleaved, clean_logits),
+      q, dtype);
+}
+
+template <RunLogits run>
+void fp4_paged_mqa_logits_out(const Tensor& q, const Tensor& q_sf, const Tensor& kv_fused, const Tensor& weights,
+                              const Tensor& block_tables, const Tensor& seq_lens, int64_t max_seq_len,
+                              int64_t sf_vec_size, std::optional<ScalarType> output_dtype, bool is_kv_sf_interleaved,
+                              OptionalTensor schedule_meta, bool clean_logits, Tensor out) {
+  const ScalarType dtype = output_dtype.value_or(ScalarType::BFloat16);
+  const LogitsTensors tensors{q, &q_sf, kv_fused, weights, block_tables, seq_lens, schedule_meta};
+  LogitsParams params =
+      check_logits(CacheFormat::kMxfp4, tensors, max_seq_len, sf_vec_size, dtype, is_kv_sf_interleaved, clean_logits);
+  check_logits_out(params, tensors, dtype, out);
   run(params, q);
 }
 

@@ -21,6 +21,7 @@ struct Lengths {
 };
 
 struct LogitsParams {
+  CacheFormat format;   // of q too
   int64_t batch;        // B
   int64_t next_n;       // n
   int64_t heads;        // H
@@ -29,9 +30,12 @@ struct LogitsParams {
   int64_t max_seq_len;  // columns of the result
   int64_t capacity;     // min(max_seq_len, W * S): no position at or past it exists
 
-  const uint8_t* q;  // e4m3 [B, n, H, D], [H, D] without gaps
+  const uint8_t* q;  // e4m3 [B, n, H, D], or e2m1 pairs [B, n, H, D / 2]; the last two dimensions without gaps
   int64_t q_batch_stride;
   int64_t q_slot_stride;
+  const uint32_t* q_scales;  // MXFP4: [B, n, H], byte g of a word for elements 32 g to 32 g + 31
+  int64_t q_scales_batch_stride;
+  int64_t q_scales_slot_stride;
 
   PagedCache cache;  // K
 
@@ -72,28 +76,16 @@ struct Position {
 struct Split {
   int64_t base, extra;
 
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-  Split(int64_t total, int64_t workers)
+  MQA_HOST_DEVICE Split(int64_t total, int64_t workers)
       // 32-bit division is several times faster on a GPU.
       : base(total <= UINT32_MAX ? static_cast<uint32_t>(total) / static_cast<uint32_t>(workers) : total / workers),
-        extra(total - base * workers) {
-  }
+        extra(total - base * workers) {}
 
   // The unit (counted over all requests) at which worker i starts.
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      int64_t start(int64_t i) const {
-    return i * base + (i < extra ? i : extra);
-  }
+  MQA_HOST_DEVICE int64_t start(int64_t i) const { return i * base + (i < extra ? i : extra); }
 
   // The first worker that starts at `unit` or later; `unit` is at most the total.
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      int64_t first_worker(int64_t unit) const {
+  MQA_HOST_DEVICE int64_t first_worker(int64_t unit) const {
     const int64_t long_runs = extra * (base + 1);
     if (unit <= long_runs) return (unit + base) / (base + 1);
     return extra + (unit - long_runs + base - 1) / base;

@@ -27,7 +27,8 @@ __device__ __forceinline__ uint2 mxfp4_codes(const float (&values)[kLaneElements
   // Multiplying by 2^(127 - scale) in two steps, neither of which leaves the normal numbers for any scale, is exact
   // where the code is not 0.
   const float half = __uint_as_float((127 + (127 - static_cast<int>(scale)) / 2) << 23);
-  const float rest = __uint_as_float((127 + (127 - static_cast<int>(scale)) - (127 - static_cast<int>(scale)) / 2) << 23);
+  const float rest =
+      __uint_as_float((127 + (127 - static_cast<int>(scale)) - (127 - static_cast<int>(scale)) / 2) << 23);
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) words[i / 8] |= e2m1_from_float(values[i] * half * rest) << (4 * (i % 8));

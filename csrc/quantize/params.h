@@ -7,12 +7,6 @@
 #include "common/dtype.h"
 #include "common/paged_cache.h"
 
-#ifdef __CUDACC__
-#define MQA_HOST_DEVICE __host__ __device__
-#else
-#define MQA_HOST_DEVICE
-#endif
-
 namespace mqa::quantize {
 
 constexpr int kMaxLeadingDims = 8;
@@ -111,10 +105,8 @@ MQA_HOST_DEVICE inline int64_t slot_values(const PagedCache& cache, int64_t slot
   return (slot >> cache.block_shift) * cache.block_stride + (slot & (cache.block_size - 1)) * cache.value_bytes;
 }
 MQA_HOST_DEVICE inline int64_t slot_scales(const PagedCache& cache, int64_t slot) {
-  const int64_t token = slot & (cache.block_size - 1);
-  const int64_t place = cache.interleaved_scales ? 4 * (token % 32) + token / 32 : token;
   return (slot >> cache.block_shift) * cache.block_stride + cache.block_size * cache.value_bytes +
-         place * cache.scale_bytes;
+         cache.scale_place(slot & (cache.block_size - 1)) * cache.scale_bytes;
 }
 
 }  // namespace mqa::quantize
