@@ -1,10 +1,11 @@
-"""A sparse-attention decode loop over real text, with its index keys in a paged FP8 cache.
+"""A sparse-attention decode loop over real text, with its index keys in a paged FP8 or MXFP4 cache.
 
 What a serving engine does with this library, to be read from top to bottom:
 
-1. prefill: a prompt's index keys go into shuffled pages through ``quantize_k_cache_fp8``;
-2. a decode step, in each layer: ``quantize_q_fp8`` and ``fp8_paged_mqa_logits`` score all positions so far,
-   ``torch.topk`` selects ``TOP_K`` of them, attention reads only those;
+1. prefill: a prompt's index keys go into shuffled pages through ``quantize_k_cache_fp8`` (``_mxfp4``);
+2. a decode step, in each layer: ``quantize_q_fp8`` and ``fp8_paged_mqa_logits`` (``quantize_q_mxfp4`` and
+   ``fp4_paged_mqa_logits``) score all positions so far, ``torch.topk`` selects ``TOP_K`` of them, attention reads only
+   those;
 3. continuous batching: a finished request returns its pages, and a waiting one takes its row;
 4. speculation: the second pass feeds two bytes per request and step (``next_n`` 2), the second one a draft;
 5. the step is one ``torch.compile(fullgraph=True)`` graph; on a GPU it is captured and replayed.
@@ -15,7 +16,7 @@ same context, and attention reads which byte followed there. Every step is fed t
 the guess was right is reported.
 
 ``make demo`` runs it, or ``python examples/decode_loop.py [--text FILE] [--steps N] [--device cuda]``. It prints a
-table, saves a picture, and exits with 0 only if its checks hold.
+table, saves a picture, and exits with 0 only if its checks hold. ``--cache mxfp4`` shows both formats side by side.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import random
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -51,15 +53,46 @@ CODE = 64  # numbers that encode one of these
 CONTEXT = len(ORDERS) * CODE
 WINDOW = max(ORDERS) + 1  # bytes that give a position its context and the one before
 MEASURE_EVERY = 4  # steps from one comparison with the exact scorer to the next
-RECALL_FLOOR = 0.9
+
+# ------------------------------------------------------------------------------------------- the index cache's format
+
+
+def score_fp8(q: Tensor, weights: Tensor, cache: Tensor, *where: Tensor | int, schedule_meta: Tensor) -> Tensor:
+    q_fp8, weights = mqa.quantize_q_fp8(q, weights, softmax_scale=SOFTMAX_SCALE)
+    # clean_logits puts -inf past each row's own length, so that top-k takes nothing from there.
+    return mqa.fp8_paged_mqa_logits(
+        q_fp8, cache, weights.flatten(0, 1), *where, schedule_meta=schedule_meta, clean_logits=True
+    )
+
+
+def score_mxfp4(q: Tensor, weights: Tensor, cache: Tensor, *where: Tensor | int, schedule_meta: Tensor) -> Tensor:
+    q_fp4, q_sf = mqa.quantize_q_mxfp4(q)
+    return mqa.fp4_paged_mqa_logits(
+        q_fp4, q_sf, cache, weights.flatten(0, 1) * SOFTMAX_SCALE, *where,
+        output_dtype=torch.float32, schedule_meta=schedule_meta, clean_logits=True,
+    )  # fmt: skip
+
+
+class IndexFormat(NamedTuple):
+    name: str
+    variant: str  # as the library's helpers call it
+    write: Callable[[Tensor, Tensor, Tensor], None]  # keys to their slots of a layer's cache
+    score: Callable[..., Tensor]
+    recall_floor: float  # share of the exact top-k that is to be found
+
+
+FORMATS = {
+    "fp8": IndexFormat("FP8", "fp8", mqa.quantize_k_cache_fp8, score_fp8, 0.9),
+    "mxfp4": IndexFormat("MXFP4", "fp4", mqa.quantize_k_cache_mxfp4, score_mxfp4, 0.85),
+}
 
 # ------------------------------------------------------------------------------------------------- the decoder
 
 
 class LayerCache(NamedTuple):
-    """The pages of one layer. ``exact_k`` only serves to measure how well the FP8 index keys do."""
+    """The pages of one layer. ``exact_k`` only serves to measure how well the quantised index keys do."""
 
-    index: Tensor  # uint8 [pages, BLOCK_SIZE, 1, INDEX_DIM + 4]: the library's layout, keys and scales
+    index: Tensor  # uint8 [pages, BLOCK_SIZE, 1, bytes of a token]: the library's layout, keys and scales
     kv: Tensor  # bfloat16 [pages * BLOCK_SIZE, HEAD_DIM + 2 * CODE]: a key and a value for all heads
     exact_k: Tensor  # float32 [pages * BLOCK_SIZE, INDEX_DIM]
 
@@ -83,8 +116,9 @@ class Layer(nn.Module):
     """Indexer and attention. Queries and keys share a random basis, so that their products measure how alike
     they are; every query head weighs the orders of ORDERS in its own way."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, index_format: IndexFormat) -> None:
         super().__init__()
+        self.index_format = index_format
         width = CONTEXT + CODE
         for name, heads, dim, scale in (
             ("index", INDEX_HEADS, INDEX_DIM, 1.0),
@@ -107,7 +141,7 @@ class Layer(nn.Module):
     def append(self, cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Writes rows to their slots; returns what went into ``cache.kv``, before rounding."""
         index_k = key @ self.index_k
-        mqa.quantize_k_cache_fp8(index_k, slots, cache.index)
+        self.index_format.write(index_k, slots, cache.index)
         cache.exact_k[slots] = index_k
         kv = torch.cat((key @ self.attention_k, value), dim=-1)
         cache.kv[slots] = kv.to(cache.kv.dtype)
@@ -117,9 +151,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The residual stream is (context, context before, guess, guess ahead); attention adds to the guesses."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, index_format: IndexFormat) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(generator) for _ in range(LAYERS))
+        self.index_format = index_format
+        self.layers = nn.ModuleList(Layer(generator, index_format) for _ in range(LAYERS))
         self.register_buffer("multipliers", torch.randint(2**30, (CODE,), generator=generator) * 2 + 1)
         self.register_buffer("byte_codes", sign_codes(torch.arange(256) + 1, self.multipliers))
 
@@ -165,12 +200,9 @@ class Decoder(nn.Module):
 
             index_q = (query @ layer.index_q).view(batch, n, INDEX_HEADS, INDEX_DIM)
             index_weights = F.softplus(query[:, :CONTEXT] @ layer.index_gate).view(batch, n, INDEX_HEADS)
-            q_fp8, weights = mqa.quantize_q_fp8(index_q, index_weights, softmax_scale=SOFTMAX_SCALE)
-            # clean_logits puts -inf past each row's own length, so that top-k takes nothing from there.
-            scores = mqa.fp8_paged_mqa_logits(
-                q_fp8, cache.index, weights.flatten(0, 1), block_tables, seq_lens, MAX_CONTEXT,
-                schedule_meta=schedule, clean_logits=True,
-            )  # fmt: skip
+            scores = self.index_format.score(
+                index_q, index_weights, cache.index, block_tables, seq_lens, MAX_CONTEXT, schedule_meta=schedule
+            )
             best, positions = scores.topk(TOP_K, dim=-1)
             live = best > -torch.inf
 
@@ -196,10 +228,10 @@ class Decoder(nn.Module):
 class PagePool:
     """All layers' caches and the list of free pages. Page 0 stays out of it: rows without a request write there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, index_format: IndexFormat) -> None:
         self.table_width = mqa.min_block_table_width(MAX_CONTEXT, BLOCK_SIZE)
         self.size = 3 * self.table_width  # less than BATCH of the longest requests
-        block_bytes = mqa.index_cache_block_bytes("fp8", BLOCK_SIZE, INDEX_DIM)
+        block_bytes = mqa.index_cache_block_bytes(index_format.variant, BLOCK_SIZE, INDEX_DIM)
         index_shape = (1 + self.size, BLOCK_SIZE, 1, block_bytes // BLOCK_SIZE)
         slots = (1 + self.size) * BLOCK_SIZE
         self.caches = [
@@ -284,6 +316,7 @@ class StepGraph:
 class Report:
     """What one pass over the requests measured."""
 
+    index_format: IndexFormat
     next_n: int
     steps: int = 0
     fed: int = 0  # bytes of the true text fed, drafts left out
@@ -321,7 +354,7 @@ def next_inputs(rows: list[Request | None], n: int, table_width: int) -> dict[st
 def decode(decoder: Decoder, pool: PagePool, step: StepGraph, requests: deque[Request]) -> Report:
     """Continuous batching until every request is served."""
     n = step.next_n
-    report = Report(n)
+    report = Report(decoder.index_format, n)
     rows: list[Request | None] = [None] * BATCH
     total = sum(request.wanted for request in requests)
     while requests or any(rows):
@@ -355,7 +388,10 @@ def decode(decoder: Decoder, pool: PagePool, step: StepGraph, requests: deque[Re
                 pool.free += request.pages
                 rows[row] = None
         report.steps += 1
-        show_progress(f"next_n {n}: step {report.steps}, {report.decoded} of {total} bytes", report.steps % 16 == 0)
+        show_progress(
+            f"{report.index_format.name}, next_n {n}: step {report.steps}, {report.decoded} of {total} bytes",
+            report.steps % 16 == 0,
+        )
     check(len(set(pool.free)) == pool.size, "every page came back")
     return report
 
@@ -403,7 +439,11 @@ def show_progress(line: str, milestone: bool) -> None:
 
 
 def print_table(reports: list[Report], pool: PagePool) -> None:
+    def token_bytes(report: Report) -> int:
+        return mqa.index_cache_block_bytes(report.index_format.variant, BLOCK_SIZE, INDEX_DIM) // BLOCK_SIZE
+
     lines = [
+        ("index cache", lambda r: r.index_format.name),
         ("bytes fed per request and step (next_n)", lambda r: f"{r.next_n}"),
         ("decode steps", lambda r: f"{r.steps}"),
         ("tokens (bytes) decoded", lambda r: f"{r.decoded}"),
@@ -416,7 +456,7 @@ def print_table(reports: list[Report], pool: PagePool) -> None:
             lambda r: f"{100 * (r.decoded - r.fed) / r.fed:.1f} %" if r.next_n == 2 else "-",
         ),
         (f"pages handed out (pool of {pool.size}, reused)", lambda r: f"{r.pages}"),
-        ("index cache per token and layer: FP8", lambda _: f"{pool.caches[0].index.shape[-1]} B"),
+        ("index cache per token and layer", lambda r: f"{token_bytes(r)} B"),
         ("  the same keys in bfloat16", lambda _: f"{2 * INDEX_DIM} B"),
         ("  the same keys in float32", lambda _: f"{4 * INDEX_DIM} B"),
     ]
@@ -424,7 +464,7 @@ def print_table(reports: list[Report], pool: PagePool) -> None:
         print(f"{title:<42}" + "".join(f"{value(report):>12}" for report in reports))
 
 
-def draw(text: bytes, scores: Tensor, exact: Tensor, selected: Tensor, path: Path) -> None:
+def draw(text: bytes, scores: Tensor, exact: Tensor, selected: Tensor, name: str, path: Path) -> None:
     """Scores over positions with the selected ones marked; below, the text at the best of them."""
 
     def shown(piece: bytes) -> str:
@@ -433,7 +473,7 @@ def draw(text: bytes, scores: Tensor, exact: Tensor, selected: Tensor, path: Pat
     missed = sorted(set(exact.topk(len(selected)).indices.tolist()) - set(selected.tolist()))
     figure = Figure(figsize=(11, 9), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
-    upper.plot(scores, color="0.7", linewidth=0.6, label="score from the FP8 cache")
+    upper.plot(scores, color="0.7", linewidth=0.6, label=f"score from the {name} cache")
     upper.plot(selected, scores[selected], "o", color="tab:blue", markersize=5, label=f"selected ({len(selected)})")
     if missed:
         upper.plot(missed, scores[missed], "x", color="tab:red", markersize=8,
@@ -463,11 +503,13 @@ def read_text(path: Path | None) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sparse-attention decoding of real text, its index keys in FP8.")
+    parser = argparse.ArgumentParser(description="Sparse-attention decoding of real text, its index keys quantised.")
     parser.add_argument("--text", type=Path, help="any file (default: this repository's documents and sources)")
     parser.add_argument("--steps", type=int, default=64, help="steps of the first pass, 4 to 1000 (default: 64)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
                         help="where to decode (default: cuda where there is a GPU)")  # fmt: skip
+    parser.add_argument("--cache", choices=tuple(FORMATS), default="fp8",
+                        help="format of the index keys; mxfp4 beside fp8 (default: fp8)")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("decode_loop.png"),
                         help="file to save the picture to (default: %(default)s)")  # fmt: skip
     parser.add_argument("--no-compile", action="store_true", help="run the step eagerly, to follow it in a debugger")
@@ -482,24 +524,26 @@ def main() -> None:
         parser.error(f"the text must have {1024 + 4 * arguments.steps} bytes or more, got {len(text)}")
 
     device = torch.device(arguments.device)
-    decoder = Decoder(torch.Generator().manual_seed(SEED)).to(device)
-    pool = PagePool(device)
     reports = []
     with torch.no_grad():
-        for next_n in (1, 2):
-            show_progress(f"next_n {next_n}: preparing the step", True)
-            step = StepGraph(decoder, pool, next_n, compiled=not arguments.no_compile)
-            reports.append(decode(decoder, pool, step, make_requests(text, arguments.steps)))
+        for index_format in [FORMATS["fp8"]] + [FORMATS["mxfp4"]] * (arguments.cache == "mxfp4"):
+            decoder = Decoder(torch.Generator().manual_seed(SEED), index_format).to(device)
+            pool = PagePool(device, index_format)
+            for next_n in (1, 2):
+                show_progress(f"{index_format.name}, next_n {next_n}: preparing the step", True)
+                step = StepGraph(decoder, pool, next_n, compiled=not arguments.no_compile)
+                reports.append(decode(decoder, pool, step, make_requests(text, arguments.steps)))
     show_progress("", False)
 
     how = ("eager" if arguments.no_compile else "compiled") + ", replayed as a CUDA graph" * (device.type == "cuda")
     print(f"{len(text)} bytes of text, {LAYERS} layers of an untrained decoder with {INDEX_HEADS} index heads of "
           f"{INDEX_DIM}; on {device}, {how}")  # fmt: skip
     print_table(reports, pool)
-    draw(*reports[-1].sample, path=arguments.output)
+    draw(*reports[-1].sample, name=reports[-1].index_format.name, path=arguments.output)
     print(f"picture: {arguments.output}")
     for report in reports:
-        check(report.found >= RECALL_FLOOR * report.best, f"{RECALL_FLOOR:.0%} of the exact top-{TOP_K} are found")
+        floor = report.index_format.recall_floor
+        check(report.found >= floor * report.best, f"{floor:.0%} of the exact top-{TOP_K} are found")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def run_demo(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[st
 def read_table(stdout: str) -> dict[str, list[str]]:
     """Title -> the cell of each pass; columns are set apart by two spaces or more."""
     rows = (re.split(r" {2,}", line.strip()) for line in stdout.splitlines())
-    return {row[0]: row[1:] for row in rows if len(row) == 3}
+    return {row[0]: row[1:] for row in rows if len(row) in (3, 5)}
 
 
 def numbers(cells: list[str]) -> list[float]:
@@ -75,13 +75,28 @@ def test_default_run(device: str, tmp_path: Path) -> None:
         assert 90 <= share <= 100
     size = int(re.search(r"pool of (\d+)", result.stdout).group(1))
     assert min(numbers(table[f"pages handed out (pool of {size}, reused)"])) > size  # some were given out twice
-    assert table["index cache per token and layer: FP8"] == ["132 B", "132 B"]
+    assert table["index cache"] == ["FP8", "FP8"]
+    assert table["index cache per token and layer"] == ["132 B", "132 B"]
     assert table["the same keys in bfloat16"] == ["256 B", "256 B"]
     assert table["the same keys in float32"] == ["512 B", "512 B"]
 
     # No terminal here: plain lines.
     assert "next_n 2" in result.stderr and "\r" not in result.stderr
     check_picture(picture)
+
+
+def test_both_formats_side_by_side(device: str, tmp_path: Path) -> None:
+    options = ("--steps", "4", "--device", device, "--no-compile", "--output", str(tmp_path / "scores.png"))
+    result = run_demo("--cache", "mxfp4", *options)
+    table = read_table(result.stdout)
+    assert table["index cache"] == ["FP8", "FP8", "MXFP4", "MXFP4"]
+    assert table["index cache per token and layer"] == ["132 B", "132 B", "68 B", "68 B"]
+    shares = numbers(table["exact float32 top-64 found"])
+    assert min(shares[:2]) >= 90 and all(85 <= share < fp8 for share, fp8 in zip(shares[2:], shares[:2], strict=True))
+    alone = read_table(run_demo(*options).stdout)
+    assert [cells[:2] for title, cells in table.items() if title not in (RATE, "ms per step")] == [
+        cells for title, cells in alone.items() if title not in (RATE, "ms per step")
+    ]
 
 
 def timeless(stdout: str) -> dict[str, list[str]]:
@@ -113,7 +128,7 @@ def test_legend_names_misses_where_there_are_any(misses: int, monkeypatch: pytes
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
     demo = runpy.run_path(str(ROOT / "examples" / "decode_loop.py"))
     scores = torch.arange(200.0)
-    demo["draw"](bytes(200), scores, scores, torch.arange(100 - misses, 200 - misses), Path("unused.png"))
+    demo["draw"](bytes(200), scores, scores, torch.arange(100 - misses, 200 - misses), "FP8", Path("unused.png"))
     labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
     assert [label for label in labels if "not selected" in label] == (
         [f"in the exact float32 top-100 but not selected ({misses})"] if misses else []
@@ -126,6 +141,7 @@ def test_help_covers_every_option() -> None:
         ("--text TEXT", "any file"),
         ("--steps STEPS", "steps of"),
         ("--device {cpu,cuda}", "where to decode"),
+        ("--cache {fp8,mxfp4}", "format of the index keys"),
         ("--output OUTPUT", "file to save the picture to (default: decode_loop.png)"),
         ("--no-compile", "run the step eagerly"),
     ):

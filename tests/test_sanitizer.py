@@ -3,7 +3,7 @@
 import pytest
 import reference
 import torch
-from inputs import paged_case
+from inputs import fp4_case, paged_case
 
 import torch_mqa_ops
 
@@ -42,6 +42,20 @@ def test_rings_go_round(heads: int, next_n: int) -> None:
     reference.assert_logits(logits, reference.paged_mqa_logits(**case), clean=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (64, 2), (128, 5)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fp4_logits(head_dim: int, heads: int, next_n: int, interleaved: bool) -> None:
+    case = fp4_case(
+        next_n=next_n, heads=heads, head_dim=head_dim, block_size=128 if interleaved else 16, lengths=[70, 0, 300],
+        interleaved=interleaved, device="cuda",
+    )  # fmt: skip
+    case["block_tables"][0, 0] = -7
+    case["block_tables"][2, 1] = 2**30
+    logits = torch_mqa_ops.fp4_paged_mqa_logits(**case, output_dtype=torch.float32, clean_logits=True)
+    reference.assert_logits(logits, reference.fp4_paged_mqa_logits(**case), clean=True)
+
+
 def test_quantisers() -> None:
     """Shared, negative and far slots; tables and offsets that point anywhere."""
     torch.manual_seed(0)
@@ -54,3 +68,18 @@ def test_quantisers() -> None:
     offsets = torch.tensor([-5, 40, 20, 2**31 - 1], dtype=torch.int32, device="cuda")
     k, scale = torch_mqa_ops.gather_k_cache_fp8(cache, tables, offsets, 130)
     assert k.shape == (130, 128) and scale.shape == (130,)
+
+
+def test_mxfp4_quantisers() -> None:
+    torch.manual_seed(0)
+    for block_size, interleaved in ((16, False), (128, True)):
+        cache = torch.full((5, block_size, 1, 68), 0x7F, dtype=torch.uint8, device="cuda")
+        slots = torch.randint(-3, 100, (700,), device="cuda")
+        keys = torch.randn(700, 128, device="cuda")
+        torch_mqa_ops.quantize_k_cache_mxfp4(keys, slots, cache, is_kv_sf_interleaved=interleaved)
+        tables = torch.randint(-2, 8, (3, 2), dtype=torch.int32, device="cuda")
+        offsets = torch.tensor([-5, 40, 20, 2**31 - 1], dtype=torch.int32, device="cuda")
+        k, k_sf = torch_mqa_ops.gather_k_cache_mxfp4(cache, tables, offsets, 130, is_kv_sf_interleaved=interleaved)
+        assert k.shape == (130, 64) and k_sf.shape == (130,)
+    q_fp4, q_sf = torch_mqa_ops.quantize_q_mxfp4(torch.randn(3, 2, 7, 64, device="cuda", dtype=torch.bfloat16))
+    assert q_fp4.shape == (3, 2, 7, 32) and q_sf.shape == (3, 2, 7)
