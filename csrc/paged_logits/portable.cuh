@@ -128,9 +128,6 @@ __device__ __forceinline__ void multiply(float (&scores)[4], const uint32_t* tok
   }
 }
 
-// x * 2^exponent without an intermediate that overflows or underflows where the result does not.
-__device__ __forceinline__ float scale_by_power(float x, int exponent) { return ldexpf(x, exponent); }
-
 // The tiles that one warp scores, in order: for each request of the worker's range and each pass over its slots, every
 // warps-th tile. All lanes hold the same values.
 struct TileWalk : RequestWalk<kTileTokens> {
@@ -315,7 +312,7 @@ struct PortableKernel {
     for (int head = lane; head < heads; head += kWarpThreads) {
       if (!isfinite(weights[head])) continue;
       const bool vanishes = weights[head] == 0.f || powers[head] == kNoExponent;
-      weights[head] = vanishes ? 0.f : scale_by_power(weights[head], powers[head] - largest);
+      weights[head] = vanishes ? 0.f : ldexpf(weights[head], powers[head] - largest);
     }
     if (lane == 0) exponents[plan.slots * heads + slot] = largest == kNoExponent ? 0 : largest;
   }
@@ -409,7 +406,7 @@ struct PortableKernel {
       if constexpr (kFp8) {
         result *= scale;
       } else {
-        result = scale_by_power(result, exponent + exponents[plan.slots * p.heads + slot]);
+        result = ldexpf(result, exponent + exponents[plan.slots * p.heads + slot]);
       }
       const int64_t row = int64_t{walk.request} * p.next_n + first_slot + slot;
       if (column < row_limit(p, walk.request, first_slot + slot)) {
