@@ -195,6 +195,7 @@ def step(
     k: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_fused: torch.Tensor,
+    kv_mxfp4: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
@@ -202,7 +203,10 @@ def step(
     total_tokens: int,
     output_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """One indexer step out of public functions: quantise, append, schedule, score, and gather back."""
+    """One indexer step out of public functions, in both formats: quantise, append, schedule, score, and gather back.
+
+    FP4 logits have that op's own dtype: before torch 2.13 AOTInductor garbles those that are spelt out.
+    """
     q_fp8, weights = mqa.quantize_q_fp8(q, gates, softmax_scale=0.25)
     mqa.quantize_k_cache_fp8(k, slot_mapping, kv_fused)
     schedule = mqa.compute_paged_mqa_logits_schedule(seq_lens, next_n=q.shape[1])
@@ -218,7 +222,21 @@ def step(
         clean_logits=True,
     )
     k_back, k_scale = mqa.gather_k_cache_fp8(kv_fused, block_tables, cu_seq_lens, total_tokens)
-    return logits, schedule, k_back, k_scale
+    q_fp4, q_sf = mqa.quantize_q_mxfp4(q)
+    mqa.quantize_k_cache_mxfp4(k, slot_mapping, kv_mxfp4)
+    fp4_logits = mqa.fp4_paged_mqa_logits(
+        q_fp4,
+        q_sf,
+        kv_mxfp4,
+        gates.flatten(0, 1),
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        schedule_meta=schedule,
+        clean_logits=True,
+    )
+    k_fp4, k_sf = mqa.gather_k_cache_mxfp4(kv_mxfp4, block_tables, cu_seq_lens, total_tokens)
+    return logits, schedule, k_back, k_scale, fp4_logits, k_fp4, k_sf
 
 
 def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed: int = 0) -> dict:
@@ -227,7 +245,7 @@ def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed:
     case = inputs.paged_case(
         next_n=4,
         heads=8,
-        head_dim=32,
+        head_dim=64,
         block_size=16,
         lengths=lengths,
         max_seq_len=max_seq_len,
@@ -240,12 +258,15 @@ def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed:
     cu_seq_lens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     seq_lens = torch.full((batch, 7), inputs.INT_MAX, dtype=torch.int32, device=device)[:, 5]
     seq_lens.copy_(case["seq_lens"])
+    kv_mxfp4 = inputs.empty_mxfp4_pool(len(case["kv_fused"]) + 3, 16, 64, device=device)
+    kv_mxfp4.copy_(torch.randint(0, 255, kv_mxfp4.shape, dtype=torch.uint8, device=device, generator=gen))
     return {
-        "q": torch.randn(batch, 4, 8, 32, device=device, generator=gen).bfloat16(),
+        "q": torch.randn(batch, 4, 8, 64, device=device, generator=gen).bfloat16(),
         "gates": torch.randn(batch, 4, 8, device=device, generator=gen),
-        "k": torch.randn(tokens, 32, device=device, generator=gen).bfloat16(),
+        "k": torch.randn(tokens, 64, device=device, generator=gen).bfloat16(),
         "slot_mapping": torch.arange(tokens, device=device) * 7 - 2,
         "kv_fused": case["kv_fused"],
+        "kv_mxfp4": kv_mxfp4,
         "block_tables": case["block_tables"],
         "seq_lens": seq_lens,
         "cu_seq_lens": cu_seq_lens.to(device),

@@ -31,8 +31,8 @@ def assert_step_equal(function: Callable, case: dict) -> None:
     compiled, eager = function(**case), step(**eager_case)
     assert all(same_bits(a, b) for a, b in zip(compiled, eager, strict=True))
     assert [t.stride() for t in compiled] == [t.stride() for t in eager]
-    # The cache, its gaps included.
-    assert torch.equal(*(op_cases.storage_bytes(c["kv_fused"]) for c in (case, eager_case)))
+    for pool in ("kv_fused", "kv_mxfp4"):  # gaps included
+        assert torch.equal(*(op_cases.storage_bytes(c[pool]) for c in (case, eager_case)))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -27,9 +27,9 @@ class Step(torch.nn.Module):
         super().__init__()
         self.output_dtype = output_dtype
 
-    def forward(self, q, gates, k, slot_mapping, kv_fused, block_tables, seq_lens, cu_seq_lens):
+    def forward(self, q, gates, k, slot_mapping, kv_fused, kv_mxfp4, block_tables, seq_lens, cu_seq_lens):
         fixed = (MAX_SEQ_LEN, q.shape[0] * MAX_SEQ_LEN, self.output_dtype)
-        return step(q, gates, k, slot_mapping, kv_fused, block_tables, seq_lens, cu_seq_lens, *fixed)
+        return step(q, gates, k, slot_mapping, kv_fused, kv_mxfp4, block_tables, seq_lens, cu_seq_lens, *fixed)
 
 
 def arguments(batch: int, device: str) -> dict:
@@ -39,8 +39,9 @@ def arguments(batch: int, device: str) -> dict:
 
 def export(module: Step, device: str) -> torch.export.ExportedProgram:
     batch = Dim("batch", min=2, max=1024)
-    other = {name: Dim(name, min=2, max=1 << 20) for name in ("tokens", "blocks")}
-    sizes = {"k": other["tokens"], "slot_mapping": other["tokens"], "kv_fused": other["blocks"]}
+    other = {name: Dim(name, min=2, max=1 << 20) for name in ("tokens", "blocks", "fp4_blocks")}
+    sizes = {"k": other["tokens"], "slot_mapping": other["tokens"]}
+    sizes |= {"kv_fused": other["blocks"], "kv_mxfp4": other["fp4_blocks"]}
     case = arguments(4, device)
     shapes = {name: {0: sizes.get(name, batch)} for name in case} | {"cu_seq_lens": {0: batch + 1}}
     return torch.export.export(module, (), kwargs=case, dynamic_shapes=shapes)
@@ -50,7 +51,8 @@ def assert_equal_to_eager(module, eager: Step, batch: int, device: str) -> None:
     case, eager_case = arguments(batch, device), arguments(batch, device)
     results, expected = module(**case), eager(**eager_case)
     assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
-    assert torch.equal(*(op_cases.storage_bytes(c["kv_fused"]) for c in (case, eager_case)))
+    for pool in ("kv_fused", "kv_mxfp4"):
+        assert torch.equal(*(op_cases.storage_bytes(c[pool]) for c in (case, eager_case)))
 
 
 def ops_in(program: torch.export.ExportedProgram) -> set[str]:
