@@ -24,6 +24,16 @@ __device__ __forceinline__ int load_shared_int(uint32_t address) {
 __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return __int_as_float(load_shared_int(address));
 }
+__device__ __forceinline__ int load_shared_byte(uint32_t address) {
+  int value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ int2 load_shared_int2(uint32_t address) {
+  int2 value;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ int4 load_shared_int4(uint32_t address) {
   int4 value;
   asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -85,6 +95,11 @@ __device__ __forceinline__ void wait(uint32_t barrier, int parity) {
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// A barrier for some of a block's warps: `id` from 1 on, 0 is __syncthreads()'s.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // How the L2 cache is to treat what is read once: first to go.

@@ -7,7 +7,7 @@
 
 #include "device/launch.h"
 #include "paged_logits/hopper_config.h"
-#include "paged_logits/hopper_fp8.cuh"
+#include "paged_logits/hopper.cuh"
 #include "paged_logits/schedule.h"
 
 namespace mqa::paged_logits {
@@ -53,7 +53,7 @@ bool describe_keys(CUtensorMap& map, const LogitsParams& p) {
   return describe<3>(map, p.cache.data,
                      {head_dim, unsigned_size(p.cache.block_size), unsigned_size(p.cache.num_blocks)},
                      {head_dim, unsigned_size(block_stride)},
-                     {head_dim, static_cast<cuuint32_t>(std::min<int64_t>(p.cache.block_size, kHopperTileTokens)), 1});
+                     {head_dim, static_cast<cuuint32_t>(std::min<int64_t>(p.cache.block_size, kMatrixRows)), 1});
 }
 
 bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
@@ -66,23 +66,27 @@ bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
                      {head_dim, static_cast<cuuint32_t>(p.heads), 1, 1});
 }
 
-template <int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks>
+template <CacheFormat kFormat, int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks, bool kOneSet = true>
 bool launch(LogitsParams& p, const Tensor& anchor, int device) {
-  constexpr auto kernel = hopper_fp8_logits_kernel<kHeadDim, kHeads, kSlots, kGroups, kBlocks>;
+  using Tile = HopperTile<kFormat, kHeadDim>;
+  constexpr auto kernel = hopper_logits_kernel<kFormat, kHeadDim, kHeads, kSlots, kGroups, kBlocks, kOneSet>;
   const device::KernelFacts& facts = device::kernel_facts<kernel>(device);
   // Code that was compiled from older PTX on the spot has no Hopper kernel in it.
   if (facts.binary_version != 90 || facts.ptx_version != 90 || p.cache.num_blocks == 0) return false;
   constexpr int kReservedShared = 1024;  // by the system, of each block
   const int shared_limit = (facts.dynamic_shared_limit + kReservedShared) / kBlocks - kReservedShared;
   const int slots = align_up(static_cast<int>(p.next_n), kSlots);
-  HopperPlan plan = hopper_plan(slots, kHeads, kHeadDim, kGroups, shared_limit);
-  CUtensorMap keys, queries{};
-  if (plan.stages == 0 || !describe_keys(keys, p)) return false;
-  plan.query_boxes = describe_queries(queries, p);
+  HopperPlan plan = hopper_plan<kFormat, kHeadDim>(slots, kHeads, kGroups, shared_limit);
+  if (plan.stages == 0) return false;
+  CUtensorMap keys{}, queries{};
+  if constexpr (Tile::kFp8) {
+    if (!describe_keys(keys, p)) return false;
+    plan.query_boxes = describe_queries(queries, p);
+  }
 
   // Small batches are split in the kernel, by tiles instead of units: finer, and no slower than reading a schedule.
   constexpr int64_t kMaxSplitBatch = 1024;
-  const int64_t tiles = p.batch * ((p.capacity + kHopperTileTokens - 1) / kHopperTileTokens);
+  const int64_t tiles = p.batch * ((p.capacity + Tile::kTokens - 1) / Tile::kTokens);
   Tensor scratch;
   if (p.batch <= kMaxSplitBatch && tiles <= INT32_MAX) {
     p.schedule = nullptr;
@@ -105,33 +109,63 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
 
 // A set is of as many slots as an instruction takes; where one set is not enough, sets of up to 128 columns.
 template <int kHeadDim, int kHeads>
-bool launch_for_slots(LogitsParams& p, const Tensor& anchor, int device) {
+bool launch_fp8(LogitsParams& p, const Tensor& anchor, int device) {
+  constexpr auto kFp8 = CacheFormat::kFp8;
   constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
-  const int64_t next_n = p.next_n;
-  if (next_n == 1) return launch<kHeadDim, kHeads, 1, kHeads <= 64 ? 2 : 3, kHeads <= 64 ? 2 : 1>(p, anchor, device);
+  const int64_t n = p.next_n;
   if constexpr (kHeads == 128) {
-    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 2, 1>(p, anchor, device);
+    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 3, 1>(p, anchor, device);
+    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 2, 1>(p, anchor, device);
   } else if constexpr (kHeads == 64) {
-    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
-    if (next_n == 3) return launch<kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
-    if (next_n == 4) return launch<kHeadDim, kHeads, 4, 2, 1>(p, anchor, device);
+    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
+    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
+    if (n == 3) return launch<kFp8, kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
+    if (n == 4) return launch<kFp8, kHeadDim, kHeads, 4, 2, 1>(p, anchor, device);
   } else if constexpr (kHeads == 32) {
-    if (next_n == 2) return launch<kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
-    if (next_n <= 4) return launch<kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
+    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
+    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
+    if (n <= 4) return launch<kFp8, kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
   } else {
-    if (next_n <= 4) return launch<kHeadDim, kHeads, 4, 2, 2>(p, anchor, device);
+    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
+    if (n <= 4) return launch<kFp8, kHeadDim, kHeads, 4, 2, 2>(p, anchor, device);
   }
-  return launch<kHeadDim, kHeads, kMost, 4, 1>(p, anchor, device);
+  return launch<kFp8, kHeadDim, kHeads, kMost, 4, 1, false>(p, anchor, device);
+}
+
+template <int kHeadDim, int kHeads>
+bool launch_mxfp4(LogitsParams& p, const Tensor& anchor, int device) {
+  constexpr auto kMxfp4 = CacheFormat::kMxfp4;
+  constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
+  const int64_t n = p.next_n;
+  if constexpr (kHeads == 128) {
+    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 3, 1>(p, anchor, device);
+  } else if constexpr (kHeads == 64) {
+    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
+    if (n == 2) return launch<kMxfp4, kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
+    if (n == 3) return launch<kMxfp4, kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
+  } else {
+    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
+    if (n == 2) return launch<kMxfp4, kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
+    if (n <= 4) return launch<kMxfp4, kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
+  }
+  return launch<kMxfp4, kHeadDim, kHeads, kMost, 3, 1, false>(p, anchor, device);
+}
+
+template <int kHeadDim, int kHeads>
+bool launch_format(LogitsParams& p, const Tensor& anchor, int device) {
+  if (p.format == CacheFormat::kFp8) return launch_fp8<kHeadDim, kHeads>(p, anchor, device);
+  if constexpr (kHeadDim >= 64) return launch_mxfp4<kHeadDim, kHeads>(p, anchor, device);
+  return false;
 }
 
 template <int kHeadDim>
 bool launch_for_heads(LogitsParams& p, const Tensor& anchor, int device) {
   switch (p.heads) {
-    case 8: return launch_for_slots<kHeadDim, 8>(p, anchor, device);
-    case 16: return launch_for_slots<kHeadDim, 16>(p, anchor, device);
-    case 32: return launch_for_slots<kHeadDim, 32>(p, anchor, device);
-    case 64: return launch_for_slots<kHeadDim, 64>(p, anchor, device);
-    default: return launch_for_slots<kHeadDim, 128>(p, anchor, device);
+    case 8: return launch_format<kHeadDim, 8>(p, anchor, device);
+    case 16: return launch_format<kHeadDim, 16>(p, anchor, device);
+    case 32: return launch_format<kHeadDim, 32>(p, anchor, device);
+    case 64: return launch_format<kHeadDim, 64>(p, anchor, device);
+    default: return launch_format<kHeadDim, 128>(p, anchor, device);
   }
 }
 
