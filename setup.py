@@ -24,7 +24,8 @@ HOST_SOURCES = ["csrc/common/check.cpp", "csrc/paged_logits/host.cpp", "csrc/qua
 CPU_SOURCES = ["csrc/schema.cpp", "csrc/paged_logits/cpu.cpp", "csrc/quantize/cpu.cpp"]
 CUDA_SOURCES = [
     "csrc/paged_logits/cuda.cu",
-    "csrc/paged_logits/hopper.cu",
+    "csrc/paged_logits/hopper_fp8.cu",
+    "csrc/paged_logits/hopper_mxfp4.cu",
     "csrc/paged_logits/schedule.cu",
     "csrc/quantize/cuda.cu",
 ]

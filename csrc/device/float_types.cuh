@@ -31,6 +31,13 @@ __device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
   return product;
 }
 
+// max(x, 0) of both halves, NaN kept.
+__device__ __forceinline__ uint32_t relu_half2(uint32_t x) {
+  uint32_t result;
+  asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(0x3c003c00u), "r"(0x80008000u));
+  return result;
+}
+
 // Nearest e4m3 codes (low byte first), ties to even, saturating; NaN gives 0x7F.
 __device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -44,6 +45,12 @@ __device__ __forceinline__ int4 load_shared_int4(uint32_t address) {
 }
 __device__ __forceinline__ void store_shared(uint32_t address, int value) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_byte(uint32_t address, uint8_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(static_cast<uint32_t>(value)) : "memory");
+}
+__device__ __forceinline__ void store_shared_half(uint32_t address, __half value) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(__half_as_ushort(value)) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   store_shared(address, __float_as_int(value));
@@ -95,11 +102,6 @@ __device__ __forceinline__ void wait(uint32_t barrier, int parity) {
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// A barrier for some of a block's warps: `id` from 1 on, 0 is __syncthreads()'s.
-__device__ __forceinline__ void sync_threads(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // How the L2 cache is to treat what is read once: first to go.

@@ -32,12 +32,13 @@ void run_logits(const LogitsParams& p, const Tensor& anchor) {
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   if (p.format == CacheFormat::kMxfp4) {
+    if (launch_hopper_mxfp4(p, anchor, device)) return;
     switch (p.head_dim) {
       case 64: return launch_portable<CacheFormat::kMxfp4, 64>(p, device);
       default: return launch_portable<CacheFormat::kMxfp4, 128>(p, device);
     }
   }
-  if (launch_hopper(p, anchor, device)) return;
+  if (launch_hopper_fp8(p, anchor, device)) return;
   switch (p.head_dim) {
     case 32: return launch_portable<CacheFormat::kFp8, 32>(p, device);
     case 64: return launch_portable<CacheFormat::kFp8, 64>(p, device);

@@ -7,8 +7,8 @@ namespace mqa::paged_logits {
 
 constexpr int kMatrixRows = 64;  // tokens that a matrix instruction takes
 
-// Tokens that the producer fetches, and a group scores, at a time. Half the bytes per token: twice the tokens, or what a
-// tile costs beside its tokens is felt.
+// Tokens that the producer fetches, and a group scores, at a time. Half the bytes per token: twice the tokens, or what
+// a tile costs beside its tokens is felt.
 template <CacheFormat kFormat, int kHeadDim>
 struct HopperTile {
   static constexpr bool kFp8 = kFormat == CacheFormat::kFp8;
@@ -51,7 +51,6 @@ struct HopperTeam<4, 1> {
 constexpr int kBurst = 4;  // tiles whose copies the producer starts together
 constexpr int kJobs = 8;   // that the producer may be ahead of the loaders
 constexpr int kMaxSlots = 16;
-constexpr int kLoaderBarrier = 1;  // of the two loaders among themselves
 constexpr int kMaxStages = 24;  // more in flight do not read faster
 
 // Tiles of one request, in a row; negative tiles: no more jobs. 16 bytes in shared memory.
@@ -73,10 +72,9 @@ struct HopperPlan {
 
 constexpr int align_up(int bytes, int alignment) { return (bytes + alignment - 1) / alignment * alignment; }
 
-template <CacheFormat kFormat, int kHeadDim>
-constexpr HopperPlan hopper_plan_with(int slots, int heads, int stages, int query_stages) {
-  using Tile = HopperTile<kFormat, kHeadDim>;
-  HopperPlan plan{stages, query_stages, align_up(slots * heads * kHeadDim, 1024)};
+template <typename Tile>
+constexpr HopperPlan hopper_plan_with(int slots, int heads, int head_dim, int stages, int query_stages) {
+  HopperPlan plan{stages, query_stages, align_up(slots * heads * head_dim, 1024)};
   int at = align_up(stages * Tile::kBytes, 1024);
   plan.queries = at;
   at += query_stages * plan.query_bytes;
@@ -100,11 +98,11 @@ constexpr HopperPlan hopper_plan_with(int slots, int heads, int stages, int quer
 
 // The most stages that fit; two query stages where they leave enough of them; .stages is 0 where not even one does.
 // A burst must fit, and a stage belongs to the same groups for good: they must see every phase of its barriers.
-template <CacheFormat kFormat, int kHeadDim>
-constexpr HopperPlan hopper_plan(int slots, int heads, int groups, int shared_limit) {
+template <typename Tile>
+constexpr HopperPlan hopper_plan(int slots, int heads, int head_dim, int groups, int shared_limit) {
   for (int query_stages = 2; query_stages >= 1; --query_stages) {
     for (int stages = kMaxStages / groups * groups; stages > kBurst; stages -= groups) {
-      const HopperPlan plan = hopper_plan_with<kFormat, kHeadDim>(slots, heads, stages, query_stages);
+      const HopperPlan plan = hopper_plan_with<Tile>(slots, heads, head_dim, stages, query_stages);
       if (plan.shared_bytes <= shared_limit) return plan;
     }
   }

@@ -1,19 +1,19 @@
 // The Hopper kernel's launch: tensor maps, shared memory, split of the work.
-#include "paged_logits/hopper.h"
+#pragma once
 
 #include <cudaTypedefs.h>
 
 #include <algorithm>
 
 #include "device/launch.h"
-#include "paged_logits/hopper_config.h"
 #include "paged_logits/hopper.cuh"
+#include "paged_logits/hopper.h"
+#include "paged_logits/hopper_config.h"
 #include "paged_logits/schedule.h"
 
 namespace mqa::paged_logits {
-namespace {
 
-PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
+inline PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   static const auto function = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -43,9 +43,9 @@ bool describe(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[kRan
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-cuuint64_t unsigned_size(int64_t size) { return static_cast<cuuint64_t>(size); }
+inline cuuint64_t unsigned_size(int64_t size) { return static_cast<cuuint64_t>(size); }
 
-bool describe_keys(CUtensorMap& map, const LogitsParams& p) {
+inline bool describe_keys(CUtensorMap& map, const LogitsParams& p) {
   // The stride of a single block is free to be anything.
   const int64_t block_stride =
       p.cache.num_blocks > 1 ? p.cache.block_stride : align_up(static_cast<int>(p.cache.block_size * p.head_dim), 16);
@@ -56,7 +56,7 @@ bool describe_keys(CUtensorMap& map, const LogitsParams& p) {
                      {head_dim, static_cast<cuuint32_t>(std::min<int64_t>(p.cache.block_size, kMatrixRows)), 1});
 }
 
-bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
+inline bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
   const int64_t slot_bytes = p.heads * p.head_dim;
   const int64_t slot_stride = p.next_n > 1 ? p.q_slot_stride : slot_bytes;
   const int64_t batch_stride = p.batch > 1 ? p.q_batch_stride : p.next_n * slot_bytes;
@@ -66,27 +66,26 @@ bool describe_queries(CUtensorMap& map, const LogitsParams& p) {
                      {head_dim, static_cast<cuuint32_t>(p.heads), 1, 1});
 }
 
-template <CacheFormat kFormat, int kHeadDim, int kHeads, int kSlots, int kGroups, int kBlocks, bool kOneSet = true>
+template <typename Kernel, int kGroups, int kBlocks>
 bool launch(LogitsParams& p, const Tensor& anchor, int device) {
-  using Tile = HopperTile<kFormat, kHeadDim>;
-  constexpr auto kernel = hopper_logits_kernel<kFormat, kHeadDim, kHeads, kSlots, kGroups, kBlocks, kOneSet>;
+  constexpr auto kernel = hopper_logits_kernel<Kernel, kGroups, kBlocks>;
   const device::KernelFacts& facts = device::kernel_facts<kernel>(device);
   // Code that was compiled from older PTX on the spot has no Hopper kernel in it.
   if (facts.binary_version != 90 || facts.ptx_version != 90 || p.cache.num_blocks == 0) return false;
   constexpr int kReservedShared = 1024;  // by the system, of each block
   const int shared_limit = (facts.dynamic_shared_limit + kReservedShared) / kBlocks - kReservedShared;
-  const int slots = align_up(static_cast<int>(p.next_n), kSlots);
-  HopperPlan plan = hopper_plan<kFormat, kHeadDim>(slots, kHeads, kGroups, shared_limit);
+  const int slots = align_up(static_cast<int>(p.next_n), Kernel::kSlotsOfSet);
+  HopperPlan plan = hopper_plan<typename Kernel::TileShape>(slots, p.heads, p.head_dim, kGroups, shared_limit);
   if (plan.stages == 0) return false;
   CUtensorMap keys{}, queries{};
-  if constexpr (Tile::kFp8) {
+  if constexpr (Kernel::kFp8) {
     if (!describe_keys(keys, p)) return false;
     plan.query_boxes = describe_queries(queries, p);
   }
 
   // Small batches are split in the kernel, by tiles instead of units: finer, and no slower than reading a schedule.
   constexpr int64_t kMaxSplitBatch = 1024;
-  const int64_t tiles = p.batch * ((p.capacity + Tile::kTokens - 1) / Tile::kTokens);
+  const int64_t tiles = p.batch * ((p.capacity + Kernel::kTileTokens - 1) / Kernel::kTileTokens);
   Tensor scratch;
   if (p.batch <= kMaxSplitBatch && tiles <= INT32_MAX) {
     p.schedule = nullptr;
@@ -107,76 +106,14 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   return true;
 }
 
-// A set is of as many slots as an instruction takes; where one set is not enough, sets of up to 128 columns.
-template <int kHeadDim, int kHeads>
-bool launch_fp8(LogitsParams& p, const Tensor& anchor, int device) {
-  constexpr auto kFp8 = CacheFormat::kFp8;
-  constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
-  const int64_t n = p.next_n;
-  if constexpr (kHeads == 128) {
-    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 3, 1>(p, anchor, device);
-    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 2, 1>(p, anchor, device);
-  } else if constexpr (kHeads == 64) {
-    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
-    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
-    if (n == 3) return launch<kFp8, kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
-    if (n == 4) return launch<kFp8, kHeadDim, kHeads, 4, 2, 1>(p, anchor, device);
-  } else if constexpr (kHeads == 32) {
-    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
-    if (n == 2) return launch<kFp8, kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
-    if (n <= 4) return launch<kFp8, kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
-  } else {
-    if (n == 1) return launch<kFp8, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
-    if (n <= 4) return launch<kFp8, kHeadDim, kHeads, 4, 2, 2>(p, anchor, device);
+// function<D, H> for the head counts there are.
+#define MQA_FOR_HEADS(function, D, p, anchor, device)    \
+  switch ((p).heads) {                                   \
+    case 8: return function<D, 8>(p, anchor, device);    \
+    case 16: return function<D, 16>(p, anchor, device);  \
+    case 32: return function<D, 32>(p, anchor, device);  \
+    case 64: return function<D, 64>(p, anchor, device);  \
+    default: return function<D, 128>(p, anchor, device); \
   }
-  return launch<kFp8, kHeadDim, kHeads, kMost, 4, 1, false>(p, anchor, device);
-}
-
-template <int kHeadDim, int kHeads>
-bool launch_mxfp4(LogitsParams& p, const Tensor& anchor, int device) {
-  constexpr auto kMxfp4 = CacheFormat::kMxfp4;
-  constexpr int kMost = kHeads > 32 ? 128 / kHeads : 4;
-  const int64_t n = p.next_n;
-  if constexpr (kHeads == 128) {
-    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 3, 1>(p, anchor, device);
-  } else if constexpr (kHeads == 64) {
-    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
-    if (n == 2) return launch<kMxfp4, kHeadDim, kHeads, 2, 3, 1>(p, anchor, device);
-    if (n == 3) return launch<kMxfp4, kHeadDim, kHeads, 3, 2, 1>(p, anchor, device);
-  } else {
-    if (n == 1) return launch<kMxfp4, kHeadDim, kHeads, 1, 2, 2>(p, anchor, device);
-    if (n == 2) return launch<kMxfp4, kHeadDim, kHeads, 2, 2, 2>(p, anchor, device);
-    if (n <= 4) return launch<kMxfp4, kHeadDim, kHeads, 4, 3, 1>(p, anchor, device);
-  }
-  return launch<kMxfp4, kHeadDim, kHeads, kMost, 3, 1, false>(p, anchor, device);
-}
-
-template <int kHeadDim, int kHeads>
-bool launch_format(LogitsParams& p, const Tensor& anchor, int device) {
-  if (p.format == CacheFormat::kFp8) return launch_fp8<kHeadDim, kHeads>(p, anchor, device);
-  if constexpr (kHeadDim >= 64) return launch_mxfp4<kHeadDim, kHeads>(p, anchor, device);
-  return false;
-}
-
-template <int kHeadDim>
-bool launch_for_heads(LogitsParams& p, const Tensor& anchor, int device) {
-  switch (p.heads) {
-    case 8: return launch_format<kHeadDim, 8>(p, anchor, device);
-    case 16: return launch_format<kHeadDim, 16>(p, anchor, device);
-    case 32: return launch_format<kHeadDim, 32>(p, anchor, device);
-    case 64: return launch_format<kHeadDim, 64>(p, anchor, device);
-    default: return launch_format<kHeadDim, 128>(p, anchor, device);
-  }
-}
-
-}  // namespace
-
-bool launch_hopper(LogitsParams p, const Tensor& anchor, int device) {
-  switch (p.head_dim) {
-    case 32: return launch_for_heads<32>(p, anchor, device);
-    case 64: return launch_for_heads<64>(p, anchor, device);
-    default: return launch_for_heads<128>(p, anchor, device);
-  }
-}
 
 }  // namespace mqa::paged_logits
