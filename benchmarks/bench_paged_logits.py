@@ -1,4 +1,4 @@
-"""Times fp8_paged_mqa_logits and the quantisers against what the card can do (README.md says how)."""
+"""Times the paged logits of both caches and the quantisers against what the card can do (README.md says how)."""
 
 import argparse
 import functools
@@ -16,7 +16,7 @@ import torch_mqa_ops as mqa
 
 # --block-size and --head-dim set these; only with the usual ones is more timed than the rows.
 USUAL = BLOCK, HEAD_DIM = 64, 128
-ROW_BYTES = HEAD_DIM + 4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8 to 15 are their negatives
 CUDA_SHAPES = [(1, 131072), (4, 65536), (16, 32768), (64, 8192), (64, 32768), (128, 4096), (256, 32768)]
 CPU_SHAPES = [(4, 4096), (1, 32768)]
 CUDA_POOL_BYTES, CUDA_MAX_SETS = 200_704 * 8448, 40  # 1.7 GB
@@ -27,7 +27,7 @@ METHOD = (
     "graph replay: the calls on all input sets (disjoint blocks of one shuffled pool) back to back in one "
     "CUDA graph, repeated to about 3 ms, an output buffer per set; contenders alternate in one process; "
     "median of 15 replays. Random normal data quantised per token; lengths uniform in [0.7, 1.3] x mean, "
-    "the same for every H and n of a shape. Useful bytes = tokens * (D + 4) + tokens * n * 4; "
+    "the same for every H and n of a shape. Useful bytes = tokens * (values + scales of one) + tokens * n * 4; "
     "flops = 2 * tokens * n * H * D."
 )
 CPU_METHOD = "wall clock, contenders alternate over the input sets, median of 15; data as on CUDA"
@@ -46,15 +46,21 @@ class Layout:
 class InputSet:
     layout: Layout
     q: torch.Tensor  # float8_e4m3fn [B, n, H, D]
+    q_fp4: torch.Tensor  # the same in MXFP4: uint8 [B, n, H, D / 2], two codes a byte,
+    q_sf: torch.Tensor  # and int32 [B, n, H], four scale codes
     weights: torch.Tensor  # float32 [B * n, H]
     out: torch.Tensor  # float32 [B * n, padded width]
     schedule: torch.Tensor  # made beforehand
     schedule_buffer: torch.Tensor  # made again by every call that includes the schedule
 
 
+def token_bytes(cache: str) -> int:
+    return {"fp8": HEAD_DIM, "mxfp4": HEAD_DIM // 2}[cache] + 4
+
+
 def make_pool(num_blocks: int, device: torch.device) -> torch.Tensor:
     """uint8 [blocks, BLOCK, 1, D + 4] of random normal keys; quantised here, not by the library."""
-    pool = torch.empty(num_blocks, BLOCK * ROW_BYTES, dtype=torch.uint8, device=device)
+    pool = torch.empty(num_blocks, BLOCK * token_bytes("fp8"), dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for part in pool.split(4096):
         k = torch.randn(len(part), BLOCK, HEAD_DIM, device=device, generator=generator)
@@ -62,7 +68,37 @@ def make_pool(num_blocks: int, device: torch.device) -> torch.Tensor:
         values = (k / scale[..., None]).to(torch.float8_e4m3fn)
         part[:, : BLOCK * HEAD_DIM] = values.view(torch.uint8).flatten(1)
         part[:, BLOCK * HEAD_DIM :] = scale.view(torch.uint8)
-    return pool.view(num_blocks, BLOCK, 1, ROW_BYTES)
+    return pool.view(num_blocks, BLOCK, 1, -1)
+
+
+def to_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, two a byte, and the scale code of every 32 elements; not by the library."""
+    groups = x.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    scaled = groups * torch.exp2(-exponents)[..., None]
+    levels = torch.tensor(E2M1, device=x.device)
+    codes = torch.bucketize(scaled.abs(), (levels[1:] + levels[:-1]) / 2) | (scaled < 0).long() << 3
+    codes = codes.to(torch.uint8).flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+def from_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 values."""
+    levels = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)
+    levels = torch.cat([levels, -levels])
+    values = levels[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return (values.unflatten(-1, (-1, 32)) * torch.exp2(scales.double() - 127)[..., None]).flatten(-2)
+
+
+def make_mxfp4_pool(num_blocks: int, device: torch.device) -> torch.Tensor:
+    """uint8 [blocks, BLOCK, 1, D / 2 + 4], the keys of make_pool."""
+    pool = torch.empty(num_blocks, BLOCK * token_bytes("mxfp4"), dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for part in pool.split(4096):
+        codes, scales = to_mxfp4(torch.randn(len(part), BLOCK, HEAD_DIM, device=device, generator=generator))
+        part[:, : BLOCK * HEAD_DIM // 2] = codes.flatten(1)
+        part[:, BLOCK * HEAD_DIM // 2 :] = scales.flatten(1)
+    return pool.view(num_blocks, BLOCK, 1, -1)
 
 
 def draw_layouts(batch: int, mean: int, num_blocks: int, max_sets: int, device: torch.device) -> list[Layout]:
@@ -97,12 +133,16 @@ def make_sets(layouts: list[Layout], heads: int, next_n: int, max_seq_len: int) 
     sets = []
     for layout in layouts:
         rows = len(layout.seq_lens) * next_n
-        q = torch.randn(rows, heads, HEAD_DIM, device=device, generator=generator).to(torch.float8_e4m3fn)
+        q = torch.randn(layout.seq_lens.shape[0], next_n, heads, HEAD_DIM, device=device, generator=generator)
+        q_fp4, scales = to_mxfp4(q)
+        q_sf = torch.full((*q.shape[:-1], 4), 127, dtype=torch.uint8, device=device)
+        q_sf[..., : scales.shape[-1]] = scales
+        q_sf = q_sf.view(torch.int32).squeeze(-1)
         weights = torch.randn(rows, heads, device=device, generator=generator)
         schedule = mqa.compute_paged_mqa_logits_schedule(layout.seq_lens, next_n=next_n)
-        q = q.view(-1, next_n, heads, HEAD_DIM)
         out = torch.empty(rows, width, device=device)
-        sets.append(InputSet(layout, q, weights, out, schedule, torch.empty_like(schedule)))
+        q = q.to(torch.float8_e4m3fn)
+        sets.append(InputSet(layout, q, q_fp4, q_sf, weights, out, schedule, torch.empty_like(schedule)))
     return sets
 
 
@@ -123,19 +163,28 @@ def checked_part(s: InputSet, logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[b, t, : limits[b][t]] for b in checked_requests(s) for t in range(next_n)])
 
 
-def reference_part(s: InputSet, pool: torch.Tensor) -> torch.Tensor:
+def dequantised(s: InputSet, pool: torch.Tensor, pages: torch.Tensor, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64: q, and the keys of these blocks [tokens, D]."""
+    blocks = pool.flatten(1)[pages]
+    if cache == "mxfp4":
+        codes, scales = blocks.split([BLOCK * HEAD_DIM // 2, BLOCK * 4], 1)
+        keys = from_mxfp4(codes.reshape(-1, HEAD_DIM // 2), scales.reshape(-1, 4))
+        return from_mxfp4(s.q_fp4, s.q_sf.unsqueeze(-1).view(torch.uint8)), keys
+    values, scales = blocks.split([BLOCK * HEAD_DIM, BLOCK * 4], 1)
+    keys = values.contiguous().view(torch.float8_e4m3fn).float().double().view(-1, HEAD_DIM)
+    return s.q.float().double(), keys * scales.contiguous().view(torch.float32).double().view(-1, 1)
+
+
+def reference_part(s: InputSet, pool: torch.Tensor, cache: str) -> torch.Tensor:
     """The same logits by the formula, in float64."""
     limits, next_n = row_limits(s).tolist(), s.q.shape[1]
     parts = []
     for b in checked_requests(s):
         pages = s.layout.block_tables[b, : -(-int(s.layout.seq_lens[b]) // BLOCK)].long()
-        blocks = pool.flatten(1)[pages]
-        k = blocks[:, : BLOCK * HEAD_DIM].view(torch.float8_e4m3fn).float().double().reshape(-1, HEAD_DIM)
-        scale = blocks[:, BLOCK * HEAD_DIM :].view(torch.float32).double().flatten()
+        q, k = dequantised(s, pool, pages, cache)
         for t in range(next_n):
             limit, weights = limits[b][t], s.weights[b * next_n + t].double()
-            products = (s.q[b, t].float().double() @ k[:limit].T).relu()
-            parts.append((weights[:, None] * products).sum(0) * scale[:limit])
+            parts.append(weights @ (q[b, t] @ k[:limit].T).relu())
     return torch.cat(parts)
 
 
@@ -160,8 +209,21 @@ def check(name: str, call: Callable, sets: list[InputSet], reference: torch.Tens
     return error, first
 
 
-def our_contenders(pool: torch.Tensor, max_seq_len: int) -> dict[str, Callable]:
+def our_contenders(pool: torch.Tensor, max_seq_len: int, cache: str = "fp8") -> dict[str, Callable]:
     def logits(s: InputSet, schedule: torch.Tensor | None = None) -> torch.Tensor:
+        if cache == "mxfp4":
+            return mqa.fp4_paged_mqa_logits(
+                s.q_fp4,
+                s.q_sf,
+                pool,
+                s.weights,
+                s.layout.block_tables,
+                s.layout.seq_lens,
+                max_seq_len,
+                output_dtype=torch.float32,
+                schedule_meta=schedule,
+                out=s.out,
+            )
         return mqa.fp8_paged_mqa_logits(
             s.q,
             pool,
@@ -216,10 +278,11 @@ def plain_gather(pool: torch.Tensor, layouts: list[Layout]) -> tuple[str, list[C
     """The roof of a paged read: the same blocks, one float32 per token. Returns the fastest tile's calls."""
     from triton_kernels import gather_kernel
 
+    value_words = pool.shape[-1] // 4 - 1
     words = pool.view(len(pool), -1).view(torch.int32)
     blocks = words[layouts[0].pages.long()]
-    values = blocks[:, : BLOCK * HEAD_DIM // 4].reshape(-1, HEAD_DIM // 4)
-    expected = (values.sum(1) + blocks[:, BLOCK * HEAD_DIM // 4 :].flatten()).int().float()
+    values = blocks[:, : BLOCK * value_words].reshape(-1, value_words)
+    expected = (values.sum(1) + blocks[:, BLOCK * value_words :].flatten()).int().float()
     outs = [torch.empty(len(layout.pages) * BLOCK, device=pool.device) for layout in layouts]
     candidates = {}
     for tile, warps in GATHER_TILES:
@@ -227,7 +290,7 @@ def plain_gather(pool: torch.Tensor, layouts: list[Layout]) -> tuple[str, list[C
             functools.partial(
                 gather_kernel[(-(-len(out) // tile),)],
                 words, layout.pages, out, len(out),
-                BLOCK=BLOCK, WORDS=HEAD_DIM // 4, TILE=tile, num_warps=warps,
+                BLOCK=BLOCK, WORDS=value_words, TILE=tile, num_warps=warps,
             )
             for layout, out in zip(layouts, outs, strict=True)
         ]  # fmt: skip
@@ -241,7 +304,7 @@ def plain_gather(pool: torch.Tensor, layouts: list[Layout]) -> tuple[str, list[C
     return best, candidates[best]
 
 
-def base_row(batch: int, mean: int, sets: list[InputSet]) -> dict:
+def base_row(batch: int, mean: int, sets: list[InputSet], cache: str) -> dict:
     next_n, heads = sets[0].q.shape[1:3]
     tokens = statistics.mean(int(s.layout.seq_lens.sum()) for s in sets)
     return {
@@ -251,8 +314,8 @@ def base_row(batch: int, mean: int, sets: list[InputSet]) -> dict:
         "heads": heads,
         "sets": len(sets),
         "tokens": tokens,
-        "useful_bytes": tokens * ROW_BYTES + tokens * next_n * 4,
-        "gather_bytes": tokens * (ROW_BYTES + 4),
+        "useful_bytes": tokens * token_bytes(cache) + tokens * next_n * 4,
+        "gather_bytes": tokens * (token_bytes(cache) + 4),
         "flops": 2 * tokens * next_n * heads * HEAD_DIM,
     }
 
@@ -264,25 +327,31 @@ def add_rates(row: dict) -> None:
 
 
 def cuda_row(
-    pool: torch.Tensor,
+    pools: dict[str, torch.Tensor],
+    cache: str,
     shape: tuple[int, int],
     sets: list[InputSet],
     max_seq_len: int,
     gather: list[Callable],
     peer: str | None,
 ) -> dict:
-    row = base_row(*shape, sets)
-    reference = reference_part(sets[0], pool)
-    ours = our_contenders(pool, max_seq_len)
+    row = base_row(*shape, sets, cache)
+    reference = reference_part(sets[0], pools[cache], cache)
+    ours = our_contenders(pools[cache], max_seq_len, cache)
     errors, results, contenders = {}, {}, dict(ours)
     for name, call in ours.items():
         errors[name], results[name] = check(name, call, sets, reference)
         if not torch.equal(results[name], results["ours"]):
             raise RuntimeError(f"{name}: a schedule changed the result")
+    fp8_reference = reference
+    if cache != "fp8":
+        fp8_reference = reference_part(sets[0], pools["fp8"], "fp8")
+        contenders["ours, fp8"] = our_contenders(pools["fp8"], max_seq_len)["ours"]
+        errors["ours, fp8"] = check("ours, fp8", contenders["ours, fp8"], sets, fp8_reference)[0]
     if peer:
         try:
-            theirs = deep_gemm_contenders(pool, sets, max_seq_len)
-            errors |= {name: check(name, call, sets, reference)[0] for name, call in theirs.items()}
+            theirs = deep_gemm_contenders(pools["fp8"], sets, max_seq_len)
+            errors |= {name: check(name, call, sets, fp8_reference)[0] for name, call in theirs.items()}
             contenders |= theirs
         except RuntimeError as refusal:  # a shape it does not take, or a wrong result
             row["peer_failed"] = str(refusal).splitlines()[0]
@@ -306,8 +375,8 @@ def eager_torch(pool: torch.Tensor, s: InputSet) -> torch.Tensor:
 
 
 def cpu_row(pool: torch.Tensor, shape: tuple[int, int], sets: list[InputSet], max_seq_len: int) -> dict:
-    row = base_row(*shape, sets)
-    reference = reference_part(sets[0], pool)
+    row = base_row(*shape, sets, "fp8")
+    reference = reference_part(sets[0], pool, "fp8")
     calls = {
         "ours": our_contenders(pool, max_seq_len)["ours"],
         "eager torch": functools.partial(eager_torch, pool),
@@ -359,10 +428,9 @@ def bench_quantisers(pool: torch.Tensor) -> list[dict]:
 
     blocks = tokens // BLOCK
     cu_seq_lens = torch.arange(requests + 1, dtype=torch.int32, device=device) * (tokens // requests)
-    for op_format, cache, token_bytes in (
-        ("fp8", pool, ROW_BYTES),
-        ("mxfp4", pool.flatten()[: len(pool) * BLOCK * 68].view(-1, BLOCK, 1, 68), 68),
-    ):
+    for op_format in ("fp8", "mxfp4"):
+        bytes_of_token = token_bytes(op_format)
+        cache = pool.flatten()[: len(pool) * BLOCK * bytes_of_token].view(-1, BLOCK, 1, bytes_of_token)
         write = getattr(mqa, f"quantize_k_cache_{op_format}")
         read = getattr(mqa, f"gather_k_cache_{op_format}")
         order = torch.randperm(len(cache), device=device)
@@ -371,12 +439,12 @@ def bench_quantisers(pool: torch.Tensor) -> list[dict]:
         slots = order[: num_sets * blocks, None] * BLOCK + torch.arange(BLOCK, device=device)
         slots = slots.view(num_sets, tokens)
         writes = [functools.partial(write, keys[i], slots[i], cache) for i in range(num_sets)]
-        results.append(timed(f"quantize_k_cache_{op_format}", tokens * (2 * HEAD_DIM + 8 + token_bytes), writes))
+        results.append(timed(f"quantize_k_cache_{op_format}", tokens * (2 * HEAD_DIM + 8 + bytes_of_token), writes))
         del keys, slots, writes
-        num_sets = min(-(-700_000_000 // (tokens * token_bytes)), len(cache) // blocks)
+        num_sets = min(-(-700_000_000 // (tokens * bytes_of_token)), len(cache) // blocks)
         tables = order[: num_sets * blocks].int().view(num_sets, requests, -1)
         reads = [functools.partial(read, cache, tables[i], cu_seq_lens, tokens) for i in range(num_sets)]
-        results.append(timed(f"gather_k_cache_{op_format}", tokens * 2 * token_bytes, reads))
+        results.append(timed(f"gather_k_cache_{op_format}", tokens * 2 * bytes_of_token, reads))
         torch.cuda.empty_cache()
     return results
 
@@ -491,6 +559,10 @@ def print_cuda_rows(record: dict) -> None:
         ]
         for row in record["rows"]
     ]
+    if record["cache"] != "fp8":
+        header += ["fp8 us", "fp8/ours"]
+        for line, row in zip(rows, record["rows"], strict=True):
+            line += [us(row, "ours, fp8"), f"{row['times']['ours, fp8']['us'] / row['times']['ours']['us']:.2f}"]
     if record["peer"]:
         header += ["peer us", "+ sched", "peer/given", "peer error"]
         for line, row in zip(rows, record["rows"], strict=True):
@@ -573,6 +645,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="BATCHxMEAN", help="for example 1x131072")
     parser.add_argument("--block-size", type=int, default=BLOCK, help="tokens per block")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
+    parser.add_argument("--cache", choices=["fp8", "mxfp4"], default="fp8", help="mxfp4: against fp8 too (CUDA)")
     parser.add_argument("--peer", choices=["deep_gemm"], help="time this package beside ours (CUDA)")
     parser.add_argument("--output", type=pathlib.Path, default=common.RESULTS, metavar="DIR")
     return parser.parse_args()
@@ -584,15 +657,18 @@ def run_cuda(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings.items() if isinstance(rate, float))
     print(f"ceilings: {rates}", flush=True)
     torch.cuda.empty_cache()
-    pool = make_pool(CUDA_POOL_BYTES // (BLOCK * ROW_BYTES), device)
+    num_blocks = CUDA_POOL_BYTES // (BLOCK * token_bytes("fp8"))
+    pools = {"fp8": make_pool(num_blocks, device)}
+    if arguments.cache == "mxfp4":
+        pools["mxfp4"] = make_mxfp4_pool(num_blocks, device)
     for shape in arguments.shapes or CUDA_SHAPES:
-        layouts = draw_layouts(*shape, len(pool), CUDA_MAX_SETS, device)
+        layouts = draw_layouts(*shape, num_blocks, CUDA_MAX_SETS, device)
         max_seq_len = max(int(layout.seq_lens.max()) for layout in layouts)
-        tile, gather = plain_gather(pool, layouts)
+        tile, gather = plain_gather(pools[arguments.cache], layouts)
         for heads in arguments.heads:
             for next_n in arguments.next_n or [1, 2, 3, 4]:
                 sets = make_sets(layouts, heads, next_n, max_seq_len)
-                row = cuda_row(pool, shape, sets, max_seq_len, gather, arguments.peer)
+                row = cuda_row(pools, arguments.cache, shape, sets, max_seq_len, gather, arguments.peer)
                 row["gather_tile"] = tile
                 row["read_roof_share"] = row["useful_gbs"] / ceilings["read_gbs"]
                 record["rows"].append(row)
@@ -603,7 +679,8 @@ def run_cuda(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
     common.save(record, arguments.output)  # nothing below costs as much to measure again
     print()
     print_cuda_rows(record)
-    if (BLOCK, HEAD_DIM) == USUAL:
+    if (BLOCK, HEAD_DIM) == USUAL and arguments.cache == "fp8":
+        pool = pools["fp8"]
         record["host_us"] = bench_host(pool, arguments.peer)
         record["options"] = bench_options(pool)
         record["batches"] = bench_batches(pool)
@@ -631,11 +708,17 @@ def run_cpu(arguments: argparse.Namespace, record: dict) -> pathlib.Path:
 
 
 def main() -> None:
-    global BLOCK, HEAD_DIM, ROW_BYTES
+    global BLOCK, HEAD_DIM
     arguments = parse_arguments()
-    BLOCK, HEAD_DIM, ROW_BYTES = arguments.block_size, arguments.head_dim, arguments.head_dim + 4
-    name = "paged_logits" + ("" if USUAL == (BLOCK, HEAD_DIM) else f"_s{BLOCK}_d{HEAD_DIM}")
+    BLOCK, HEAD_DIM = arguments.block_size, arguments.head_dim
+    name = (
+        "paged_logits"
+        + ("" if arguments.cache == "fp8" else f"_{arguments.cache}")
+        + ("" if USUAL == (BLOCK, HEAD_DIM) else f"_s{BLOCK}_d{HEAD_DIM}")
+    )
     on_gpu = torch.cuda.is_available()
+    if arguments.cache == "mxfp4" and not (on_gpu and HEAD_DIM == 128):
+        raise SystemExit("--cache mxfp4 needs a CUDA device and head dim 128")
     if arguments.peer:
         if not on_gpu:
             raise SystemExit("--peer needs a CUDA device")
@@ -647,6 +730,7 @@ def main() -> None:
         "bench": name,
         "block_size": BLOCK,
         "head_dim": HEAD_DIM,
+        "cache": arguments.cache,
         **common.environment(torch.device("cuda" if on_gpu else "cpu")),
     }
     record |= {"method": METHOD if on_gpu else CPU_METHOD, "peer": arguments.peer, "rows": []}

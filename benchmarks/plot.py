@@ -33,7 +33,7 @@ def draw(path: pathlib.Path) -> str:
             if record["peer"] in row["times"]
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), "x", color="0.3", markersize=5, label=record["peer"])
+            axes.plot(*zip(*points, strict=True), "x", color="0.3", markersize=5, label=f"{record['peer']}, fp8 cache")
     # The gather writes one float32 per token whatever n is: its own bytes, averaged over the rows of a shape.
     gather: dict[float, list[float]] = {}
     for row in rows:
@@ -45,7 +45,8 @@ def draw(path: pathlib.Path) -> str:
         rate = record["ceilings"][key]
         axes.plot(ends, [1e3 * x / rate for x in ends], style, linewidth=1, label=f"{name}, {rate:.0f} GB/s")
     axes.set(xscale="log", yscale="log", xlabel="useful MB per call", ylabel="us per call")
-    axes.set_title(f"fp8_paged_mqa_logits, {record['card']}, {record['date'][:10]}, {record['commit']}")
+    op = "fp4_paged_mqa_logits" if record.get("cache") == "mxfp4" else "fp8_paged_mqa_logits"
+    axes.set_title(f"{op}, {record['card']}, {record['date'][:10]}, {record['commit']}")
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize=8)
     picture = path.with_suffix(".png")

@@ -98,17 +98,15 @@ __global__ void __launch_bounds__(kThreads) gather_k_cache_kernel(const GatherKP
       }
     }
     slots[thread] = slot;
-    if (first_row + thread < p.total_tokens) {
-      uint32_t scale = 0;
-      if (slot >= 0) {
-        const uint8_t* source = p.cache.data + slot_scales(p.cache, slot);
-        scale = p.cache.scale_bytes == 4 ? *reinterpret_cast<const uint32_t*>(source)
-                                         : *reinterpret_cast<const uint16_t*>(source) | kNoScales;
-      }
-      p.k_scale[first_row + thread] = scale;
-    }
   }
   __syncthreads();
+  // Loaded before the values and stored after them: nothing waits for it in between.
+  uint32_t scale = 0;
+  if (thread < kGatherRows && slots[thread] >= 0) {
+    const uint8_t* source = p.cache.data + slot_scales(p.cache, slots[thread]);
+    scale = p.cache.scale_bytes == 4 ? *reinterpret_cast<const uint32_t*>(source)
+                                     : *reinterpret_cast<const uint16_t*>(source) | kNoScales;
+  }
   const int row_vectors = p.cache.value_bytes / 16;  // a power of two
   const int row_shift = __ffs(row_vectors) - 1;
 #pragma unroll 4
@@ -122,6 +120,7 @@ __global__ void __launch_bounds__(kThreads) gather_k_cache_kernel(const GatherKP
     }
     device::store_any(p.k + (first_row + row) * p.k_stride + at, values);
   }
+  if (thread < kGatherRows && first_row + thread < p.total_tokens) p.k_scale[first_row + thread] = scale;
 }
 
 }  // namespace mqa::quantize

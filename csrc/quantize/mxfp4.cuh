@@ -14,24 +14,41 @@ __device__ __forceinline__ uint32_t mxfp4_scale(const float (&values)[kLaneEleme
   return isinf(amax) ? 254 : exponent_above(__fdiv_rn(amax, 6.f));
 }
 
-// The nearest e2m1 code, ties towards zero; never minus zero, and 0 for NaN. As a sum of comparisons: the conversion
-// instruction, where there is one, has ties to even.
-__device__ __forceinline__ uint32_t e2m1_from_float(float value) {
-  const float magnitude = fabsf(value);
-  const uint32_t code = (magnitude > 0.25f) + (magnitude > 0.75f) + (magnitude > 1.25f) + (magnitude > 1.75f) +
-                        (magnitude > 2.5f) + (magnitude > 3.5f) + (magnitude > 5.f);
-  return code != 0 && value < 0.f ? code | 8 : code;
-}
-
+// The nearest e2m1 codes of values / 2^(scale - 127), ties towards zero; never minus zero, and 0 for NaN. The
+// conversion instruction, where there is one, has ties to even.
 __device__ __forceinline__ uint2 mxfp4_codes(const float (&values)[kLaneElements], uint32_t scale) {
-  // Multiplying by 2^(127 - scale) in two steps, neither of which leaves the normal numbers for any scale, is exact
-  // where the code is not 0.
-  const float half = __uint_as_float((127 + (127 - static_cast<int>(scale)) / 2) << 23);
-  const float rest =
-      __uint_as_float((127 + (127 - static_cast<int>(scale)) - (127 - static_cast<int>(scale)) / 2) << 23);
-  uint32_t words[2] = {0, 0};
+  // A code's exponent and mantissa bits are those that a float32 has at 2^-126 times the value, denormal ones included.
+  // The quotient is exact where it is a normal number, and elsewhere its code is 0; rounding it up to what a denormal
+  // holds keeps it on its side of every tie.
+  constexpr int kShift = 22;
+  const float factor = scale < 254 ? __uint_as_float((254 - scale) << 23) : 0x1p-127f;
+  uint32_t magnitudes[kLaneElements];
+  uint32_t seen = 0;
 #pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) words[i / 8] |= e2m1_from_float(values[i] * half * rest) << (4 * (i % 8));
+  for (int i = 0; i < kLaneElements; ++i) {
+    magnitudes[i] = __float_as_uint(__fmul_ru(fabsf(values[i] * factor), 0x1p-126f));
+    seen |= magnitudes[i];
+  }
+  if (seen >= 8u << kShift) {  // infinity or NaN
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      if (magnitudes[i] >= 8u << kShift) magnitudes[i] = magnitudes[i] > 0x7f800000u ? 0 : 7u << kShift;
+    }
+  }
+  uint32_t words[2];
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      // The code goes to bits 28 to 30, the sign above it, and all four in front of the codes that are there.
+      constexpr uint32_t kBelowTie = (1u << (kShift - 1)) - 1;
+      const uint32_t code = (magnitudes[8 * w + i] + kBelowTie) << (28 - kShift);
+      word = __funnelshift_l((code & 0x70000000u) | (__float_as_uint(values[8 * w + i]) & 0x80000000u), word, 4);
+    }
+    const uint32_t signs = ((word & 0x77777777u) + 0x77777777u) & 0x88888888u;  // where the code is not 0
+    words[w] = word & (signs | 0x77777777u);
+  }
   return {words[0], words[1]};
 }
 
