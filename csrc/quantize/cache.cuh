@@ -1,62 +1,73 @@
 // Keys into and out of a paged cache.
 #pragma once
 
-#include "device/mbarrier.cuh"
+#include "device/acquire_release.cuh"
 #include "quantize/fp8.cuh"
 #include "quantize/mxfp4.cuh"
 
 namespace mqa::quantize {
 
-// First of the two steps by which tokens that share a slot settle which of them holds it: see claim_tag. The second may
-// begin meanwhile.
+// Whether a token may write its slot. It may not where another one's claim stands: that one is about to write, and when
+// it has, its values replace whatever claim stands by then. Where none stands, any tokens that wrote here before are
+// done.
 template <CacheFormat kFormat>
-__global__ void __launch_bounds__(kThreads) claim_slots_kernel(const QuantizeKParams p) {
-  device::allow_next_kernel();
-  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (token >= p.k.count) return;
-  const int64_t slot = p.slots[token];
-  if (!slot_exists(p.cache, slot)) return;
-  *reinterpret_cast<volatile uint64_t*>(p.written + slot_values(p.cache, slot)) = claim_tag(kFormat, token);
+__device__ __forceinline__ bool claim_slot(const QuantizeKParams& p, int64_t token, int64_t slot, uint8_t* target) {
+  const uint64_t found = device::exchange_acquire(target, claim_tag(kFormat, token, p.nonce));
+  const int64_t rival = static_cast<uint32_t>(found);
+  const bool is_claim = found == claim_tag(kFormat, rival, p.nonce) && rival < p.k.count && rival != token;
+  return !(is_claim && p.slots[rival] == slot);
 }
 
-// The second step. A single token has no rival, and no claim is made for it.
+// The first lane of a row claims its slot and releases it by writing the row's first eight bytes after all others. A
+// single token has no rival, and no claim is made for it.
 template <CacheFormat kFormat, int kHeadDim>
 __global__ void __launch_bounds__(kThreads) quantize_k_cache_kernel(const QuantizeKParams p) {
   const RowPart<kHeadDim> part;
-  const int64_t slot = part.row < p.k.count ? p.slots[part.row] : -1;
-  bool writes = slot_exists(p.cache, slot);
+  const bool is_token = part.row < p.k.count;
+  const int64_t slot = is_token ? p.slots[part.row] : -1;
   float values[kLaneElements] = {};
-  if (writes) load_part(values, p.k, part.row, part.first);
+  if (is_token) load_part(values, p.k, part.row, part.first);  // not waiting for the slot
+  bool writes = slot_exists(p.cache, slot);
   uint8_t* target = writes ? p.written + slot_values(p.cache, slot) : nullptr;
   uint8_t* scale_target = writes ? p.written + slot_scales(p.cache, slot) : nullptr;
+  const bool is_first = part.first == 0;
+  if (is_first && writes && p.k.count > 1) writes = claim_slot<kFormat>(p, part.row, slot, target);
   const auto settle = [&] {
-    device::wait_for_previous_kernel();
-    if (writes && p.k.count > 1) {
-      writes = *reinterpret_cast<volatile uint64_t*>(target) == claim_tag(kFormat, part.row);
-    }
-    __syncwarp();  // every lane of the row has read the tag
+    writes = __shfl_sync(~0u, writes, 0, part.kRowLanes);
+    __syncwarp();  // what the first lane acquired, all have
   };
+  uint64_t front;  // the first lane's first eight bytes
   if constexpr (kFormat == CacheFormat::kFp8) {
     const float scale = fp8_scale(values, part.kRowLanes, p.pow2_scale);
     const uint4 codes = fp8_codes(values, scale, p.pow2_scale);
     settle();
-    if (!writes) return;
-    *reinterpret_cast<uint4*>(target + part.first) = codes;
-    if (part.first == 0) *reinterpret_cast<float*>(scale_target) = scale;
+    front = static_cast<uint64_t>(codes.y) << 32 | codes.x;
+    if (writes) {
+      if (is_first) {
+        *reinterpret_cast<uint2*>(target + sizeof(front)) = {codes.z, codes.w};
+        *reinterpret_cast<float*>(scale_target) = scale;
+      } else {
+        *reinterpret_cast<uint4*>(target + part.first) = codes;
+      }
+    }
   } else {
     const uint32_t scale = mxfp4_scale(values);
     const uint32_t scales = mxfp4_scales<kHeadDim>(scale);
     const uint2 codes = mxfp4_codes(values, scale);
     settle();
-    if (!writes) return;
-    *reinterpret_cast<uint2*>(target + part.first / 2) = codes;
-    if (part.first > 0) return;
-    if constexpr (kHeadDim == 128) {
-      *reinterpret_cast<uint32_t*>(scale_target) = scales;
-    } else {
-      *reinterpret_cast<uint16_t*>(scale_target) = static_cast<uint16_t>(scales);
+    front = static_cast<uint64_t>(codes.y) << 32 | codes.x;
+    if (writes) {
+      if (!is_first) {
+        *reinterpret_cast<uint2*>(target + part.first / 2) = codes;
+      } else if constexpr (kHeadDim == 128) {
+        *reinterpret_cast<uint32_t*>(scale_target) = scales;
+      } else {
+        *reinterpret_cast<uint16_t*>(scale_target) = static_cast<uint16_t>(scales);
+      }
     }
   }
+  __syncwarp();  // the row's other bytes are written
+  if (is_first && writes) device::store_release(target, front);
 }
 
 constexpr int kGatherRows = 64;  // rows of the result per block

@@ -113,10 +113,10 @@ void run_quantize_q_mxfp4(const QuantizeQMxfp4Params& p, const Tensor&) {
 
 template <CacheFormat format>
 void run_quantize_k(const QuantizeKParams& p, const Tensor&) {
-  // One token after another, so that the last token of a slot holds it when the threads start.
+  // All claim, one token after another, before any writes: the last token of a slot holds it when the threads start.
   for (int64_t token = 0; token < p.k.count; ++token) {
     if (!slot_exists(p.cache, p.slots[token])) continue;
-    const uint64_t tag = claim_tag(format, token);
+    const uint64_t tag = claim_tag(format, token, p.nonce);
     std::memcpy(p.written + slot_values(p.cache, p.slots[token]), &tag, sizeof(tag));
   }
   // Which tokens won must be known before the first values replace a tag.
@@ -125,7 +125,7 @@ void run_quantize_k(const QuantizeKParams& p, const Tensor&) {
     if (!slot_exists(p.cache, p.slots[token])) continue;
     uint64_t tag;
     std::memcpy(&tag, p.written + slot_values(p.cache, p.slots[token]), sizeof(tag));
-    wins[token] = tag == claim_tag(format, token);
+    wins[token] = tag == claim_tag(format, token, p.nonce);
   }
   torch::stable::parallel_for(0, p.k.count, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {

@@ -1,4 +1,7 @@
 // Launches of the quantisers and cache movers on CUDA.
+#include <atomic>
+#include <random>
+
 #include "device/launch.h"
 #include "quantize/cache.cuh"
 #include "quantize/host.h"
@@ -14,15 +17,13 @@ int blocks_for(int64_t items, int64_t per_block) {
 
 int blocks_for_rows(const Rows& rows) { return blocks_for(rows.count * (rows.head_dim / kLaneElements), kThreads); }
 
-// On the current stream of the device that is made current here. The kernel may start while the one in front of it
-// still runs, if it was compiled to wait for it.
+// On the current stream of the device that is made current here.
 template <auto kernel, typename Params>
-void launch(const Params& p, int blocks, const Tensor& anchor, bool overlap = false) {
+void launch(const Params& p, int blocks, const Tensor& anchor) {
   if (blocks == 0) return;
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const bool waits = overlap && device::kernel_facts<kernel>(device).ptx_version >= 90;
-  device::launch_overlapping(kernel, blocks, kThreads, 0, device, waits, p);
+  device::launch_overlapping(kernel, blocks, kThreads, 0, device, false, p);
 }
 
 void run_quantize_q_fp8(const QuantizeQFp8Params& p, const Tensor& anchor) {
@@ -43,10 +44,10 @@ void run_quantize_q_mxfp4(const QuantizeQMxfp4Params& p, const Tensor& anchor) {
 }
 
 template <CacheFormat kFormat, int kHeadDim>
-void quantize_k(const QuantizeKParams& p, const Tensor& anchor) {
-  const bool claims = p.k.count > 1;
-  if (claims) launch<claim_slots_kernel<kFormat>>(p, blocks_for(p.k.count, kThreads), anchor);
-  launch<quantize_k_cache_kernel<kFormat, kHeadDim>>(p, blocks_for_rows(p.k), anchor, claims);
+void quantize_k(QuantizeKParams p, const Tensor& anchor) {
+  static std::atomic<uint32_t> next_nonce{std::random_device{}()};
+  p.nonce = next_nonce++;
+  launch<quantize_k_cache_kernel<kFormat, kHeadDim>>(p, blocks_for_rows(p.k), anchor);
 }
 
 void run_quantize_k_fp8(const QuantizeKParams& p, const Tensor& anchor) {

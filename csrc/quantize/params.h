@@ -68,6 +68,7 @@ struct QuantizeKParams {
   PagedCache cache;
   uint8_t* written;  // cache.data, for writing
   bool pow2_scale;   // FP8's scales
+  uint32_t nonce;    // of this call's claims on CUDA
 };
 
 struct GatherKParams {
@@ -87,13 +88,13 @@ struct GatherKParams {
 // Of a D 64 row's four scale bytes the last two scale nothing. They say 1.
 constexpr uint32_t kNoScales = 0x7f7f0000;
 
-// Writing a token whose slot another token shares: the one that wins must stand in the cache whole. Before any values
-// are written, every token puts its tag in place of the first eight of them, and afterwards only the token that finds
-// its own tag writes. A tag ends in bytes that the quantiser of its format never writes (e4m3 0xFF, the other NaN; e2m1
-// 8, minus zero), so the winner's values are never mistaken for another's tag.
-MQA_HOST_DEVICE inline uint64_t claim_tag(CacheFormat format, int64_t token) {
-  const uint64_t mark = format == CacheFormat::kFp8 ? 0xffffffffu : 0x88888888u;
-  return mark << 32 | static_cast<uint32_t>(token);
+// Writing a token whose slot another token shares: the one that wins must stand in the cache whole. A token claims its
+// slot by putting this tag in place of the first eight bytes of its values. The last of them is one that the quantiser
+// of its format never writes (e4m3 0xFF, the other NaN; e2m1 8, minus zero), so values are never mistaken for a tag.
+// Nor is what a pool held before, where that matters: `nonce` differs from call to call.
+MQA_HOST_DEVICE inline uint64_t claim_tag(CacheFormat format, int64_t token, uint32_t nonce) {
+  const uint64_t mark = format == CacheFormat::kFp8 ? 0xff : 0x88;
+  return mark << 56 | static_cast<uint64_t>(nonce & 0xffffff) << 32 | static_cast<uint32_t>(token);
 }
 
 MQA_HOST_DEVICE inline bool slot_exists(const PagedCache& cache, int64_t slot) {
