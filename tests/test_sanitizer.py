@@ -42,6 +42,15 @@ def test_rings_go_round(heads: int, next_n: int) -> None:
     reference.assert_logits(logits, reference.paged_mqa_logits(**case), clean=True)
 
 
+@pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (64, 5)])
+def test_fp4_rings_go_round(heads: int, next_n: int) -> None:
+    case = fp4_case(
+        next_n=next_n, heads=heads, head_dim=64, block_size=256, lengths=[30] * 60 + [130_000], device="cuda"
+    )
+    logits = torch_mqa_ops.fp4_paged_mqa_logits(**case, output_dtype=torch.float32, clean_logits=True)
+    reference.assert_logits(logits, reference.fp4_paged_mqa_logits(**case), clean=True)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (64, 2), (128, 5)])
 @pytest.mark.parametrize("interleaved", [False, True])
