@@ -134,8 +134,15 @@ def test_interleaved_scales(device: str, head_dim: int) -> None:
 
 def test_names_that_torch_has_for_the_bytes(device: str) -> None:
     case = fp4_case(next_n=2, device=device)
-    named = case | {"q": case["q"].view(torch.float4_e2m1fn_x2)}
-    assert same_bits(score(named, clean_logits=True), score(case, clean_logits=True))
+    plain = score(case, clean_logits=True)
+    assert same_bits(score(case | {"q": case["q"].view(torch.float4_e2m1fn_x2)}, clean_logits=True), plain)
+    scale_bytes = case["q_sf"].unsqueeze(-1).view(torch.uint8)
+    for named in (scale_bytes, scale_bytes.view(torch.float8_e8m0fnu)):
+        assert same_bits(score(case | {"q_sf": named}, clean_logits=True), plain)
+    unaligned = torch.zeros(scale_bytes.numel() + 1, dtype=torch.uint8, device=device)[1:].view(scale_bytes.shape)
+    for bad in (unaligned, scale_bytes[..., :3], scale_bytes.mT.contiguous().mT):
+        with pytest.raises(RuntimeError, match=r"^fp4_paged_mqa_logits: q_sf of bytes must be \[B, n, H, 4\]"):
+            score(case | {"q_sf": bad})
 
 
 def test_from_public_functions_alone(device: str) -> None:

@@ -189,7 +189,9 @@ def fp4_paged_mqa_logits(
             element 2j (low nibble) and 2j + 1, as :func:`quantize_q_mxfp4` gives. H is 8, 16, 32, 64 or 128, D is 64 or
             128, n (1 + draft tokens) is 1 to 16.
         q_sf: int32 ``[B, n, H]``, the last dimension contiguous: byte g, counted from the least significant, scales
-            elements 32g to 32g + 31 by 2^(byte - 127), 255 being NaN. With D 64 bytes 2 and 3 are ignored.
+            elements 32g to 32g + 31 by 2^(byte - 127), 255 being NaN. With D 64 bytes 2 and 3 are ignored. The bytes
+            themselves are taken too: float8_e8m0fnu or uint8 ``[B, n, H, 4]``, the last two dimensions contiguous, the
+            others starting at multiples of 4 bytes.
         kv_fused: uint8 ``[blocks, S, 1, D/2 + D/32]``, S 16, 32, 64, 128 or 256. A block is a run of bytes: the packed
             values of its S tokens, D/2 bytes each, then their scales, D/32 bytes each. The 4-D shape states sizes only.
             The last three dimensions are contiguous; the block stride may be any multiple of 16 bytes, and the base
@@ -247,6 +249,8 @@ def fp4_paged_mqa_logits(
     need_bool("fp4_paged_mqa_logits", "is_kv_sf_interleaved", is_kv_sf_interleaved)
     need_tensor("fp4_paged_mqa_logits", "schedule_meta", schedule_meta, optional=True)
     need_bool("fp4_paged_mqa_logits", "clean_logits", clean_logits)
+    if q_sf.dtype in (torch.float8_e8m0fnu, torch.uint8) and q_sf.dim() == 4:
+        q_sf = _scale_words("fp4_paged_mqa_logits", q_sf)
     dtype = None if output_dtype is torch.bfloat16 else output_dtype  # as in fp8_paged_mqa_logits
     if out is None:
         return _fp4_logits(
@@ -395,6 +399,17 @@ def precompile_paged_mqa_logits(
                 for heads in (8, 16, 32, 64, 128):
                     score(variant, 1, next_n, heads, head_dim)
             score(variant, 0, 1, 128, head_dim)
+
+
+def _scale_words(function: str, q_sf: torch.Tensor) -> torch.Tensor:
+    """Scale bytes ``[B, n, H, 4]`` as the int32 words that the op takes: a view."""
+    starts = (*q_sf.stride()[:-1], q_sf.storage_offset())
+    if q_sf.shape[3] != 4 or q_sf.stride(3) != 1 or any(start % 4 != 0 for start in starts):
+        raise RuntimeError(
+            f"{function}: q_sf of bytes must be [B, n, H, 4] with four neighbouring bytes at multiples of 4, got "
+            f"{list(q_sf.shape)} with strides {list(q_sf.stride())}, offset {q_sf.storage_offset()}"
+        )
+    return q_sf.view(torch.uint8).view(torch.int32).squeeze(3)
 
 
 def _num_workers(device: torch.device) -> int:
