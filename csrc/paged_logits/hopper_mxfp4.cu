@@ -1,5 +1,5 @@
 // MXFP4's variants of the Hopper kernel: which serves which shape.
-#include "paged_logits/hopper_launch.cuh"
+#include "paged_logits/hopper_launch.h"
 
 namespace mqa::paged_logits {
 namespace {
