@@ -45,7 +45,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, kBlocks)
     }
   }
 #else
-  __trap();  // launch() in hopper.cu lets only sm_90a code through
+  __trap();  // launch() in hopper_launch.h lets only sm_90a code through
 #endif
 }
 

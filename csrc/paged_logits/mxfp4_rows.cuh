@@ -78,13 +78,7 @@ struct Mxfp4Part {
   uint32_t words[kWords];
   uint32_t row_scales;  // of all groups
 
-  Mxfp4Part() = default;
-
-  // Both in shared memory.
-  __device__ __forceinline__ Mxfp4Part(uint32_t part, uint32_t scales) {
-    load(part);
-    row_scales = device::load_shared_int(scales);
-  }
+  // From shared memory.
   __device__ __forceinline__ void load(uint32_t part) {
     if constexpr (kWords == 4) {
       const int4 vector = device::load_shared_int4(part);
