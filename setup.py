@@ -20,14 +20,16 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "80 89 90a 100 120"
-HOST_SOURCES = ["csrc/common/check.cpp", "csrc/paged_logits/host.cpp", "csrc/quantize/host.cpp"]
-CPU_SOURCES = ["csrc/schema.cpp", "csrc/paged_logits/cpu.cpp", "csrc/quantize/cpu.cpp"]
+FAMILIES = ("paged_logits", "quantize", "selection")
+HOST_SOURCES = ["csrc/common/check.cpp", *(f"csrc/{family}/host.cpp" for family in FAMILIES)]
+CPU_SOURCES = ["csrc/schema.cpp", *(f"csrc/{family}/cpu.cpp" for family in FAMILIES)]
 CUDA_SOURCES = [
     "csrc/paged_logits/cuda.cu",
     "csrc/paged_logits/hopper_fp8.cu",
     "csrc/paged_logits/hopper_mxfp4.cu",
     "csrc/paged_logits/schedule.cu",
     "csrc/quantize/cuda.cu",
+    "csrc/selection/cuda.cu",
 ]
 HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in (ROOT / "csrc").rglob(f"*.{suffix}"))
 

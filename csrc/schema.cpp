@@ -29,6 +29,14 @@ STABLE_TORCH_LIBRARY(mqa, m) {
   m.def("paged_mqa_logits_schedule(Tensor seq_lens, SymInt num_workers) -> Tensor");
   m.def("paged_mqa_logits_schedule.out(Tensor seq_lens, SymInt num_workers, *, Tensor(a!) out) -> ()");
 
+  // selection
+  m.def(
+      "topk_indices(Tensor logits, Tensor lengths, int k, *, Tensor? starts=None, Tensor? block_tables=None, "
+      "int? block_size=None) -> Tensor");
+  m.def(
+      "topk_indices.out(Tensor logits, Tensor lengths, int k, *, Tensor? starts=None, Tensor? block_tables=None, "
+      "int? block_size=None, Tensor(a!) out) -> ()");
+
   // quantize
   m.def(
       "quantize_q_fp8(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float? softmax_scale=None) "

@@ -4,8 +4,8 @@ What a serving engine does with this library, to be read from top to bottom:
 
 1. prefill: a prompt's index keys go into shuffled pages through ``quantize_k_cache_fp8`` (``_mxfp4``);
 2. a decode step, in each layer: ``quantize_q_fp8`` and ``fp8_paged_mqa_logits`` (``quantize_q_mxfp4`` and
-   ``fp4_paged_mqa_logits``) score all positions so far, ``torch.topk`` selects ``TOP_K`` of them, attention reads only
-   those;
+   ``fp4_paged_mqa_logits``) score all positions so far, ``topk_indices`` selects the slots of ``TOP_K`` of them,
+   attention reads only those;
 3. continuous batching: a finished request returns its pages, and a waiting one takes its row;
 4. speculation: the second pass feeds two bytes per request and step (``next_n`` 2), the second one a draft;
 5. the step is one ``torch.compile(fullgraph=True)`` graph; on a GPU it is captured and replayed.
@@ -59,17 +59,14 @@ MEASURE_EVERY = 4  # steps from one comparison with the exact scorer to the next
 
 def score_fp8(q: Tensor, weights: Tensor, cache: Tensor, *where: Tensor | int, schedule_meta: Tensor) -> Tensor:
     q_fp8, weights = mqa.quantize_q_fp8(q, weights, softmax_scale=SOFTMAX_SCALE)
-    # clean_logits puts -inf past each row's own length, so that top-k takes nothing from there.
-    return mqa.fp8_paged_mqa_logits(
-        q_fp8, cache, weights.flatten(0, 1), *where, schedule_meta=schedule_meta, clean_logits=True
-    )
+    return mqa.fp8_paged_mqa_logits(q_fp8, cache, weights.flatten(0, 1), *where, schedule_meta=schedule_meta)
 
 
 def score_mxfp4(q: Tensor, weights: Tensor, cache: Tensor, *where: Tensor | int, schedule_meta: Tensor) -> Tensor:
     q_fp4, q_sf = mqa.quantize_q_mxfp4(q)
     return mqa.fp4_paged_mqa_logits(
         q_fp4, q_sf, cache, weights.flatten(0, 1) * SOFTMAX_SCALE, *where,
-        output_dtype=torch.float32, schedule_meta=schedule_meta, clean_logits=True,
+        output_dtype=torch.float32, schedule_meta=schedule_meta,
     )  # fmt: skip
 
 
@@ -101,8 +98,8 @@ class StepResult(NamedTuple):
     guess: Tensor  # [B, n] the next byte
     guess_ahead: Tensor  # [B, n] the byte after that, the draft of a speculative step
     # Per layer, for the measurements:
-    scores: list[Tensor]  # [B * n, MAX_CONTEXT]
-    selected: list[Tensor]  # [B * n, TOP_K] positions, -1 where a row has fewer
+    scores: list[Tensor]  # [B * n, MAX_CONTEXT], unspecified past a row's length
+    selected: list[Tensor]  # [B * n, TOP_K] slots, -1 where a row has fewer
     index_q: list[Tensor]  # [B * n, INDEX_HEADS, INDEX_DIM], not quantised
     index_weights: list[Tensor]  # [B * n, INDEX_HEADS]
 
@@ -192,6 +189,8 @@ class Decoder(nn.Module):
         """
         batch, n, _ = windows.shape
         schedule = mqa.compute_paged_mqa_logits_schedule(seq_lens, next_n=n)  # one for all layers
+        # A row sees up to its own position.
+        lengths = (seq_lens[:, None] - n + 1 + torch.arange(n, dtype=torch.int32, device=seq_lens.device)).flatten()
         x = self.embed(windows.flatten(0, 1))
         trace = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -203,18 +202,14 @@ class Decoder(nn.Module):
             scores = self.index_format.score(
                 index_q, index_weights, cache.index, block_tables, seq_lens, MAX_CONTEXT, schedule_meta=schedule
             )
-            best, positions = scores.topk(TOP_K, dim=-1)
-            live = best > -torch.inf
-
-            # Positions become slots through the block table; attention reads TOP_K rows of the cache, not all.
-            pages = block_tables.repeat_interleave(n, dim=0).gather(1, positions // BLOCK_SIZE)
-            chosen = pages.clamp(min=0) * BLOCK_SIZE + positions % BLOCK_SIZE
-            k, v = cache.kv[chosen].float().split((HEAD_DIM, 2 * CODE), dim=-1)
+            # Attention reads TOP_K rows of the cache, not all. Nothing past a row's length is looked at.
+            selected = mqa.topk_indices(scores, lengths, TOP_K, block_tables=block_tables, block_size=BLOCK_SIZE)
+            live = selected >= 0
+            k, v = cache.kv[selected.clamp(min=0)].float().split((HEAD_DIM, 2 * CODE), dim=-1)
             likeness = (query @ layer.attention_q).view(-1, HEADS, HEAD_DIM) @ k.mT
             likeness = likeness.masked_fill(~live[:, None], torch.finfo(torch.float32).min)
             attended = likeness.softmax(dim=-1) @ v
             x = x + F.pad(attended.mean(1) / LAYERS, (2 * CONTEXT, 0))
-            selected = positions.masked_fill(~live, -1)
             trace.append((scores, selected, index_q.flatten(0, 1), index_weights.flatten(0, 1)))
 
         guess, guess_ahead = x[:, 2 * CONTEXT :].view(batch, n, 2, CODE).unbind(2)
@@ -417,10 +412,11 @@ def measure(pool: PagePool, rows: list[Request | None], result: StepResult, repo
             products = (cache.exact_k[slots] @ result.index_q[layer][row].T).relu()
             exact = products @ result.index_weights[layer][row] * SOFTMAX_SCALE
             scores = result.scores[layer][row, :length]
-            selected = result.selected[layer][row]
-            selected = selected[selected >= 0]
+            chosen = result.selected[layer][row]
+            chosen = chosen[chosen >= 0]
+            selected = (slots == chosen[:, None]).nonzero()[:, 1]  # positions
             check(bool(scores.isfinite().all()), "the scores are finite")
-            check(bool((selected < length).all()), "every selected position lies within the request's length")
+            check(len(selected) == len(chosen), "every selected slot holds a position within the request's length")
             check(len(selected.unique()) == min(TOP_K, length), f"{TOP_K} different positions are selected")
             # A tie with the last of the exact top-k counts as found: repetitive text has many.
             worst = exact.topk(min(TOP_K, length)).values[-1]

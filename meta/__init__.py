@@ -7,4 +7,4 @@ Installed as ``torch_mqa_ops.meta``. Imported under another name, it would regis
 if __name__ != "torch_mqa_ops.meta":
     raise ImportError("meta is part of torch_mqa_ops: import torch_mqa_ops")
 
-from . import paged_logits, quantize  # noqa: F401
+from . import paged_logits, quantize, selection  # noqa: F401

@@ -260,3 +260,56 @@ def _weights(rows: int, heads: int, dtype: torch.dtype, gen: torch.Generator) ->
     weights = storage[1:-1, 1 : 1 + heads]
     weights.copy_(torch.randn(rows, heads, device=gen.device, generator=gen))
     return weights
+
+
+def topk_case(
+    rows: int,
+    width: int,
+    lengths: Sequence[int],
+    starts: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    *,
+    values: torch.Tensor | None = None,
+) -> dict:
+    """Logits, lengths and starts of topk_indices, by name.
+
+    Columns outside a row's part hold 1e4 and NaN in turns; so do the gaps between rows. values: float32
+    ``[rows, width]``, normal if not given.
+    """
+    gen = torch.Generator(device).manual_seed(seed)
+    storage = torch.full((rows + 2, width + 7), 1e4, dtype=dtype, device=device)
+    storage[:, ::2] = float("nan")
+    logits = storage[1:-1, 3 : 3 + width]
+    if values is None:
+        values = torch.randn(rows, width, device=device, generator=gen)
+    first = torch.tensor([0] * rows if starts is None else starts, device=device).clamp(0, width)
+    end = torch.minimum(first + torch.tensor(lengths, device=device).clamp(min=0), torch.tensor(width))
+    column = torch.arange(width, device=device)
+    inside = (column >= first[:, None]) & (column < end[:, None])
+    logits.copy_(torch.where(inside, values.to(dtype), logits))
+    case = {"logits": logits, "lengths": _every_other(lengths, device), "starts": None}
+    if starts is not None:
+        case["starts"] = _every_other(starts, device)
+    return case
+
+
+def _every_other(numbers: Sequence[int], device: str | torch.device) -> torch.Tensor:
+    storage = torch.full((2 * len(numbers) + 3,), INT_MAX, dtype=torch.int32, device=device)
+    view = storage[1 : 1 + 2 * len(numbers) : 2]
+    view.copy_(torch.tensor(numbers, dtype=torch.int32))
+    return view
+
+
+def slot_table(case: dict, tables: int, block_size: int, *, width: int | None = None) -> dict:
+    """A block table for a topk_case with ids that are negative, too large for an int32 slot, or anything between."""
+    device = case["logits"].device
+    gen = torch.Generator(device).manual_seed(tables)
+    width = case["logits"].shape[1] // block_size if width is None else width
+    storage = torch.full((tables + 1, width + 5), 2**20, dtype=torch.int32, device=device)
+    table = storage[1:, 2 : 2 + width]
+    table.copy_(torch.randint(0, 2**16, table.shape, device=device, generator=gen))
+    dead = torch.tensor([-1, INT_MIN, INT_MAX, 2**27 + 3], dtype=torch.int32, device=device)
+    table[:, ::5] = dead[torch.randint(0, 4, table[:, ::5].shape, device=device, generator=gen)]
+    return {"block_tables": table, "block_size": block_size}

@@ -76,6 +76,11 @@ def _gather_mxfp4(device: str | torch.device) -> dict:
     return _gather(device) | {"kv_fused": kv_fused, "is_kv_sf_interleaved": False}
 
 
+def _topk(device: str | torch.device) -> dict:
+    case = inputs.topk_case(rows=6, width=300, lengths=(300, 5, 0, 120, 301, 64), device=device, seed=9)
+    return case | {"k": 24} | inputs.slot_table(case, tables=3, block_size=16)
+
+
 def _logits_buffers(args: dict) -> dict:
     rows, columns = args["weights"].shape[0], mqa.padded_seq_len(args["max_seq_len"])
     device = args["q"].device
@@ -120,6 +125,11 @@ def _gather_mxfp4_buffers(args: dict) -> dict:
     return {"k": k, "k_sf": torch.full((tokens,), POISON, dtype=torch.int32, device=kv_fused.device)}
 
 
+def _topk_buffers(args: dict) -> dict:
+    rows, k = len(args["logits"]), args["k"]
+    return {"out": torch.full((rows + 2, k + 5), POISON, dtype=torch.int32, device=args["logits"].device)[1:-1, 2:-3]}
+
+
 _ARGUMENTS: dict[str, Callable[[str | torch.device], dict]] = {
     "fp8_paged_mqa_logits": _logits,
     "fp4_paged_mqa_logits": _fp4_logits,
@@ -130,6 +140,7 @@ _ARGUMENTS: dict[str, Callable[[str | torch.device], dict]] = {
     "quantize_q_mxfp4": _quantize_q_mxfp4,
     "quantize_k_cache_mxfp4": _quantize_k_mxfp4,
     "gather_k_cache_mxfp4": _gather_mxfp4,
+    "topk_indices": _topk,
 }
 _BUFFERS: dict[str, Callable[[dict], dict]] = {
     "fp8_paged_mqa_logits": _logits_buffers,
@@ -139,6 +150,7 @@ _BUFFERS: dict[str, Callable[[dict], dict]] = {
     "gather_k_cache_fp8": _gather_buffers,
     "quantize_q_mxfp4": _quantize_q_mxfp4_buffers,
     "gather_k_cache_mxfp4": _gather_mxfp4_buffers,
+    "topk_indices": _topk_buffers,
 }
 
 OPS = tuple(_ARGUMENTS)
@@ -203,7 +215,7 @@ def step(
     total_tokens: int,
     output_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """One indexer step out of public functions, in both formats: quantise, append, schedule, score, and gather back.
+    """One indexer step out of public functions, in both formats: quantise, append, schedule, score, gather, select.
 
     FP4 logits have that op's own dtype: before torch 2.13 AOTInductor garbles those that are spelt out.
     """
@@ -236,7 +248,10 @@ def step(
         clean_logits=True,
     )
     k_fp4, k_sf = mqa.gather_k_cache_mxfp4(kv_mxfp4, block_tables, cu_seq_lens, total_tokens)
-    return logits, schedule, k_back, k_scale, fp4_logits, k_fp4, k_sf
+    lengths = seq_lens.repeat_interleave(q.shape[1], output_size=logits.shape[0])
+    positions = mqa.topk_indices(logits, lengths, 32)
+    slots = mqa.topk_indices(fp4_logits, lengths, 32, block_tables=block_tables, block_size=kv_mxfp4.shape[1])
+    return logits, schedule, k_back, k_scale, fp4_logits, k_fp4, k_sf, positions, slots
 
 
 def step_case(batch: int, max_seq_len: int, table_width: int, device: str, seed: int = 0) -> dict:

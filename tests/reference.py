@@ -385,3 +385,35 @@ def gather_k_cache_mxfp4(
         codes[i] = block[values_at]
         words[i] = scale_words(block[scales_at][None])[0]
     return codes, words
+
+
+# Selection
+
+
+def topk_indices(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    *,
+    starts: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    block_size: int | None = None,
+) -> torch.Tensor:
+    """By a stable sort of every row: NaN last, larger values first, equal ones as they stand."""
+    rows, width = logits.shape
+    result = torch.full((rows, k), -1, dtype=torch.int32)
+    for row in range(rows):
+        start = 0 if starts is None else min(max(0, int(starts[row])), width)
+        length = min(max(0, int(lengths[row])), width - start)
+        part = logits[row, start : start + length].cpu().double()
+        nan = part.isnan().nonzero().flatten()
+        rest = (~part.isnan()).nonzero().flatten()
+        order = torch.cat([rest[torch.sort(part[rest], descending=True, stable=True).indices], nan])
+        positions = sorted(order[:k].tolist())
+        if block_tables is not None:
+            table = block_tables[row * len(block_tables) // rows].tolist()
+            columns = [(p // block_size, p % block_size) for p in positions]
+            slots = [table[c] * block_size + at for c, at in columns if c < len(table) and table[c] >= 0]
+            positions = [slot for slot in slots if slot < 2**31]
+        result[row, : len(positions)] = torch.tensor(positions, dtype=torch.int32)
+    return result

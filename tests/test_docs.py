@@ -11,11 +11,15 @@ import torch
 import torch_mqa_ops
 import torch_mqa_ops.paged_logits
 import torch_mqa_ops.quantize
+import torch_mqa_ops.selection
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("module", [torch_mqa_ops.paged_logits, torch_mqa_ops.quantize], ids=lambda m: m.__name__)
+MODULES = (torch_mqa_ops.paged_logits, torch_mqa_ops.quantize, torch_mqa_ops.selection)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_docstrings(module) -> None:
     torch.manual_seed(0)
     result = doctest.testmod(module, extraglobs={"torch": torch, "torch_mqa_ops": torch_mqa_ops})
@@ -40,6 +44,7 @@ TENSOR_FUNCTIONS = (
     "quantize_q_mxfp4",
     "quantize_k_cache_mxfp4",
     "gather_k_cache_mxfp4",
+    "topk_indices",
 )
 
 
@@ -78,4 +83,4 @@ def test_readme(device: str) -> None:
     chosen = namespace["chosen"]
     assert chosen.shape == (2, 16)
     assert (chosen[1] < (512 if device == "cuda" else 300)).all()  # the third block, for GPUs, changes the lengths
-    assert "chosen = logits" in blocks[2].partition("graph.replay()")[2], "a replay whose result nobody reads"
+    assert "print(chosen)" in blocks[2].partition("graph.replay()")[2], "a replay whose result nobody reads"

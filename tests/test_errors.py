@@ -546,6 +546,54 @@ def gather_mxfp4_table() -> list[Bad]:
     ]
 
 
+def topk_table() -> list[Bad]:
+    d, o = "topk_indices.default", "topk_indices.out"
+    # The valid call: 6 rows of 300, 24 of them, block_tables [3, 18], block_size 16.
+    return [
+        Bad(d, "logits", "[300]", edit("logits", like(300))),
+        Bad(d, "logits", "[6, 300, 1]", edit("logits", like(6, 300, 1))),
+        *(
+            Bad(d, "logits", str(dtype).removeprefix("torch."), edit("logits", to(dtype)))
+            for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)
+        ),
+        Bad(d, "logits", str(2**31), edit("logits", lambda t: like(6, 1)(t).expand(6, 2**31))),
+        Bad(d, "logits", "2]", edit("logits", gaps_inside)),
+        *(
+            Bad(d, name, got, lambda a, name=name, make=make: {name: make(a["lengths"])})
+            for name in ("lengths", "starts")
+            for got, make in (("[5]", like(5)), ("[6, 1]", like(6, 1)), ("int64", to(torch.int64)))
+        ),
+        Bad(d, "lengths", "", elsewhere("lengths"), mixes_devices=True),
+        Bad(
+            d,
+            "starts",
+            "",
+            lambda a: {"starts": a["lengths"].to("cpu" if a["lengths"].is_cuda else "meta")},
+            mixes_devices=True,
+        ),
+        *(Bad(d, "k", str(k), replace(k=k)) for k in (0, -1, 4097)),
+        Bad(d, "block_size", "None", replace(block_size=None)),
+        Bad(d, "block_size", "16", replace(block_tables=None), "with block_tables and not without"),
+        *(Bad(d, "block_size", str(size), replace(block_size=size)) for size in (0, -16, 2**31)),
+        Bad(d, "block_tables", "[18]", edit("block_tables", like(18))),
+        *(Bad(d, "block_tables", str(n), edit("block_tables", like(n, 18)), "a multiple") for n in (0, 4, 12)),
+        Bad(d, "block_tables", "int64", edit("block_tables", to(torch.int64))),
+        Bad(d, "block_tables", "2]", edit("block_tables", gaps_inside)),
+        Bad(d, "block_tables", "", elsewhere("block_tables"), mixes_devices=True),
+        Bad(o, "out", "[6, 25]", edit("out", like(6, 25))),
+        Bad(o, "out", "[7, 24]", edit("out", like(7, 24))),
+        Bad(o, "out", "int64", edit("out", to(torch.int64))),
+        Bad(o, "out", "2]", edit("out", gaps_inside)),
+        Bad(o, "out", "[0, 1]", edit("out", lambda t: like(1, 24)(t).expand(6, 24))),
+        Bad(o, "out", "", elsewhere("out"), mixes_devices=True),
+        *(
+            Bad(o, "out", "shared", share("out", name), f"not overlap {name}", by_address=True)
+            for name in ("logits", "lengths", "block_tables")
+        ),
+        Bad(o, "out", "shared", lambda a: {"starts": a["out"][0, :6]}, "not overlap starts", by_address=True),
+    ]
+
+
 TABLE = [
     *logits_table(),
     *fp4_logits_table(),
@@ -556,6 +604,7 @@ TABLE = [
     *quantize_q_mxfp4_table(),
     *quantize_k_mxfp4_table(),
     *gather_mxfp4_table(),
+    *topk_table(),
 ]
 
 
@@ -774,6 +823,15 @@ FUNCTIONS = {
         "total_tokens": (380.0, True, None),
         "is_kv_sf_interleaved": (0, "no"),
     },
+    "topk_indices": {
+        "logits": [[0.0]],
+        "lengths": [1],
+        "k": (24.0, True, None),
+        "starts": [0],
+        "block_tables": [[0]],
+        "block_size": (16.0, True),
+        "out": [0],
+    },
 }
 VALID = {
     "fp8_paged_mqa_logits": "fp8_paged_mqa_logits",
@@ -785,6 +843,7 @@ VALID = {
     "quantize_q_mxfp4": "quantize_q_mxfp4",
     "quantize_k_cache_mxfp4": "quantize_k_cache_mxfp4",
     "gather_k_cache_mxfp4": "gather_k_cache_mxfp4",
+    "topk_indices": "topk_indices",
 }
 WRONG_TYPES = [
     (function, name, value)
@@ -819,7 +878,7 @@ def test_functions_take_no_unknown_argument(function):
         for bad in TABLE
         if not bad.mixes_devices
         and bad.op in VALID
-        and (bad.overload.endswith(".default") or bad.op == "fp8_paged_mqa_logits")  # the only function with out=
+        and (bad.overload.endswith(".default") or bad.op in ("fp8_paged_mqa_logits", "topk_indices"))  # with out=
     ],
     ids=ids,
 )

@@ -88,7 +88,11 @@ mqa::quantize_q_fp8(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, flo
 mqa::quantize_q_fp8.out(Tensor q, Tensor? weights=None, *, bool pow2_scale=True, float?
     softmax_scale=None, Tensor(a!) q_fp8, Tensor(b!) weights_f32) -> ()
 mqa::quantize_q_mxfp4(Tensor q) -> (Tensor q_fp4, Tensor q_sf)
-mqa::quantize_q_mxfp4.out(Tensor q, *, Tensor(a!) q_fp4, Tensor(b!) q_sf) -> ()""",
+mqa::quantize_q_mxfp4.out(Tensor q, *, Tensor(a!) q_fp4, Tensor(b!) q_sf) -> ()
+mqa::topk_indices(Tensor logits, Tensor lengths, int k, *, Tensor? starts=None, Tensor?
+    block_tables=None, int? block_size=None) -> Tensor
+mqa::topk_indices.out(Tensor logits, Tensor lengths, int k, *, Tensor? starts=None, Tensor?
+    block_tables=None, int? block_size=None, Tensor(a!) out) -> ()""",
     )
 
 
@@ -105,6 +109,7 @@ def test_schema_marks_exactly_what_it_writes(name):
         "quantize_q_mxfp4.out": ["q_fp4", "q_sf"],
         "quantize_k_cache_mxfp4.default": ["kv_fused"],
         "gather_k_cache_mxfp4.out": ["k", "k_sf"],
+        "topk_indices.out": ["out"],
     }.get(name, [])
     marked = [arg for arg in schema.arguments if arg.alias_info is not None]
     assert [arg.name for arg in marked] == writes
@@ -369,6 +374,19 @@ def test_mxfp4_cache_writer_and_gather_layouts(tokens, device):
         assert (scales.shape, scales.dtype) == ((tokens,), torch.int32)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_topk_layout(rows, device):
+    for width in (0, 1, 300):
+        logits = torch.zeros(rows, width, device=device)
+        lengths = torch.full((rows,), 300, dtype=torch.int32, device=device)
+        for k in (1, 7, 4096):
+            assert_layouts_agree(mqa.topk_indices, {"logits": logits, "lengths": lengths, "k": k})
+            chosen = mqa.topk_indices(logits, lengths, k)
+            assert (chosen.shape, chosen.dtype, chosen.is_contiguous()) == ((rows, k), torch.int32, True)
+            out = torch.empty(rows, k + 3, dtype=torch.int32, device=device)[:, :k]
+            assert mqa.topk_indices(logits, lengths, k, out=out) is out
+
+
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_every_overload_has_a_fake_that_agrees(name, device):
     args = op_cases.overload_arguments(name, device)
@@ -392,6 +410,7 @@ DIFFERENTIABLE = {
     "quantize_k_cache_fp8": ("k",),
     "quantize_q_mxfp4": ("q",),
     "quantize_k_cache_mxfp4": ("k",),
+    "topk_indices": ("logits",),
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 import reference
 import torch
-from inputs import fp4_case, paged_case
+from inputs import fp4_case, paged_case, slot_table, to_device, topk_case
 
 import torch_mqa_ops
 
@@ -92,3 +92,13 @@ def test_mxfp4_quantisers() -> None:
         assert k.shape == (130, 64) and k_sf.shape == (130,)
     q_fp4, q_sf = torch_mqa_ops.quantize_q_mxfp4(torch.randn(3, 2, 7, 64, device="cuda", dtype=torch.bfloat16))
     assert q_fp4.shape == (3, 2, 7, 32) and q_sf.shape == (3, 2, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk(dtype: torch.dtype) -> None:
+    lengths = [0, 5, 64, 5000, 2**31 - 1, -3]
+    case = topk_case(6, 5000, lengths, [0, 4999, 17, 0, 3, -5], dtype=dtype, device="cuda")
+    for k in (1, 512, 4096):
+        for options in ({}, slot_table(case, tables=2, block_size=64)):
+            chosen = torch_mqa_ops.topk_indices(**case, **options, k=k).cpu()
+            assert torch.equal(chosen, reference.topk_indices(**to_device(case | options, "cpu"), k=k))

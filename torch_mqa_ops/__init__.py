@@ -1,7 +1,7 @@
 """PyTorch custom ops for the indexers of sparse-attention models: ``torch.ops.mqa.*``.
 
 Importing this package registers the operators (schemas, CPU and CUDA kernels, fake kernels). Each operator has a
-documented function here; those of the logits and the schedule take ``out=``.
+documented function here; those of the logits, the schedule and the selection take ``out=``.
 """
 
 from pathlib import Path as _Path
@@ -32,6 +32,7 @@ from .quantize import (  # noqa: E402
     quantize_q_fp8,
     quantize_q_mxfp4,
 )
+from .selection import topk_indices  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -49,4 +50,5 @@ __all__ = [
     "quantize_k_cache_mxfp4",
     "quantize_q_fp8",
     "quantize_q_mxfp4",
+    "topk_indices",
 ]
