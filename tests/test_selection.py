@@ -161,6 +161,23 @@ def test_in_what_order(lengths, device):
         assert (row[count:] == -1).all()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 20, 70])
+@pytest.mark.parametrize("width", [41_000, 150_000, 600_000])
+def test_rows_that_many_blocks_share(width, rows, device):
+    """From one block to sixteen for a row, its part kept in registers or read again, with few candidates and many."""
+    if rows * width > 3_000_000 and device == "cpu":
+        pytest.skip("tells nothing new about the CPU")
+    gen = torch.Generator().manual_seed(rows)
+    kinds = [VALUES[kind](gen) for kind in ("normal", "two values", "narrow", "NaN among", "all equal", "ascending")]
+    values = torch.stack([kinds[row % 6].repeat(width // N + 1)[:width] for row in range(rows)])
+    lengths = [(width, width // 3, 2049, 20_479, 20_480)[row % 5] for row in range(rows)]
+    starts = [row % 7 for row in range(rows)]
+    case = inputs.topk_case(rows, width, lengths, starts, device=device, values=values.to(device))
+    for k in (1, 2048):
+        assert_chosen(case, k=k)
+    assert_chosen(case, k=2048, **inputs.slot_table(case, tables=1, block_size=64))
+
+
 # ---- rows for themselves
 
 

@@ -44,21 +44,55 @@ const KernelFacts& kernel_facts(int device) {
 
 inline cudaStream_t current_stream(int device) { return static_cast<cudaStream_t>(current_cuda_stream(device)); }
 
-// Launches on the current stream; with `overlap` the start may overlap the end of the kernel in front, and the kernel's
-// code must call wait_for_previous_kernel() (mbarrier.cuh).
+// The most blocks that a cluster of `kernel` may have on the current device, `device`, where a block has so many
+// threads and bytes of shared memory: a power of two, 0 without clusters.
+template <auto kernel>
+int cluster_limit(int device, int threads, int shared_bytes) {
+  static std::array<int, kMaxDevices> limits;
+  static std::array<std::once_flag, kMaxDevices> once;
+  const KernelFacts& facts = kernel_facts<kernel>(device);
+  if (facts.binary_version < 90) return 0;
+  std::call_once(once[device], [=] {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1024);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    int most = 0;
+    STD_CUDA_CHECK(cudaOccupancyMaxPotentialClusterSize(&most, kernel, &config));
+    for (limits[device] = 1; 2 * limits[device] <= most;) limits[device] *= 2;
+  });
+  return limits[device];
+}
+
+struct Grid {
+  int blocks, threads;
+  int shared_bytes = 0;
+  bool overlap =
+      false;        // the start may overlap the end of the kernel in front: wait_for_previous_kernel(), mbarrier.cuh
+  int cluster = 1;  // blocks
+};
+
+// On the current stream.
 template <typename... Parameters>
-void launch_overlapping(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, int device,
-                        bool overlap, Parameters... parameters) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch(void (*kernel)(Parameters...), const Grid& grid, int device, Parameters... parameters) {
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (grid.overlap) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = current_stream(device);
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameters...));
 }
 

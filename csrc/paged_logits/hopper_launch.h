@@ -101,8 +101,9 @@ bool launch(LogitsParams& p, const Tensor& anchor, int device) {
   constexpr int64_t kManyTiles = 256;  // at most, per multiprocessor
   const bool fill = tiles > kManyTiles * facts.multiprocessors;
   plan.guesses = kBlocks > 1 && !fill;
-  device::launch_overlapping(kernel, facts.multiprocessors * (fill ? kBlocks : 1), (kGroups + 1) * kGroupThreads,
-                             plan.shared_bytes, device, true, p, keys, queries, plan);
+  const int blocks = facts.multiprocessors * (fill ? kBlocks : 1);
+  device::launch(kernel, {blocks, (kGroups + 1) * kGroupThreads, plan.shared_bytes, true}, device, p, keys, queries,
+                 plan);
   return true;
 }
 

@@ -77,9 +77,8 @@ void launch_schedule(const ScheduleParams& p, int device) {
   const device::KernelFacts& facts = device::kernel_facts<schedule_kernel>(device);
   const int64_t threads = std::clamp<int64_t>(std::max(p.lengths.batch, p.workers + 1), 1, kMaxThreads);
   // Code that was written for less than sm_90 does not wait for the kernel in front.
-  device::launch_overlapping(schedule_kernel, 1,
-                             static_cast<int>((threads + kWarpThreads - 1) / kWarpThreads * kWarpThreads), 0, device,
-                             facts.ptx_version >= 90, p);
+  const int warps = static_cast<int>((threads + kWarpThreads - 1) / kWarpThreads);
+  device::launch(schedule_kernel, {1, warps * kWarpThreads, 0, facts.ptx_version >= 90}, device, p);
 }
 
 }  // namespace mqa::paged_logits

@@ -8,11 +8,12 @@
 
 #include <cstdint>
 
+#include "device/warp.cuh"
 #include "paged_logits/params.h"
 
 namespace mqa::paged_logits {
 
-constexpr int kWarpThreads = 32;
+using device::kWarpThreads;
 constexpr int kMaxWarps = 32;
 
 // An ordinary load, not one for constants: a kernel may be there while the one in front of it still writes the lengths.

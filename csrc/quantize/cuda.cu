@@ -23,7 +23,7 @@ void launch(const Params& p, int blocks, const Tensor& anchor) {
   if (blocks == 0) return;
   const int device = anchor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  device::launch_overlapping(kernel, blocks, kThreads, 0, device, false, p);
+  device::launch(kernel, {blocks, kThreads}, device, p);
 }
 
 void run_quantize_q_fp8(const QuantizeQFp8Params& p, const Tensor& anchor) {

@@ -55,9 +55,10 @@ class RowSelector {
       keep_largest();
     }
     int32_t* out = p.out + row * p.out_stride;
+    const int32_t* table = p.table(row);
     int64_t written = 0;
     for (int64_t i = 0; i < held; ++i) {
-      const int32_t result = p.result(row, positions[i]);
+      const int32_t result = p.result(table, static_cast<uint32_t>(positions[i]));
       if (result >= 0) out[written++] = result;
     }
     std::fill(out + written, out + p.k, -1);

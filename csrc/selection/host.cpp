@@ -63,7 +63,7 @@ TopkParams check_topk(const TopkArguments& in) {
     p.table_width = table.size(1);
     p.table_stride = table.stride(0);
     p.rows_per_table = tables == 0 ? 1 : p.rows / tables;
-    p.block_size = *in.block_size;
+    p.block_size = static_cast<uint32_t>(*in.block_size);
   }
   return p;
 }

@@ -35,7 +35,7 @@ struct TopkParams {
   int64_t table_width;
   int64_t table_stride;
   int64_t rows_per_table;
-  int64_t block_size;
+  uint32_t block_size;
 
   int32_t* out;  // [rows, k]
   int64_t out_stride;
@@ -47,19 +47,25 @@ struct TopkParams {
     return {start, length < 0 ? 0 : length < width - start ? length : width - start};
   }
 
-  // What stands for a position of a row in the result; -1 if it is dropped: no page, or a slot that is no int32.
-  MQA_HOST_DEVICE int32_t result(int64_t row, int64_t position) const {
+  MQA_HOST_DEVICE const int32_t* table(int64_t row) const {
+    return block_size == 0 ? nullptr : block_tables + row / rows_per_table * table_stride;
+  }
+
+  // What stands for a position in the result of a row with that table; -1 if it is dropped: no page, or a slot that is
+  // no int32.
+  MQA_HOST_DEVICE int32_t result(const int32_t* table, uint32_t position) const {
     if (block_size == 0) return static_cast<int32_t>(position);
-    const int64_t column = position / block_size;
+    const uint32_t column = position / block_size;
     if (column >= table_width) return -1;
-    const int64_t page = block_tables[row / rows_per_table * table_stride + column];
-    const int64_t slot = page * block_size + position % block_size;
+    const int64_t page = table[column];
+    const int64_t slot = page * block_size + (position - column * block_size);
     return page < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
   }
 };
 
 // Unsigned numbers that stand in the order of the floats they are made of: NaN lowest and all alike, both zeros alike.
-constexpr uint32_t kNanKey = 0;
+// None is 0.
+constexpr uint32_t kNanKey = 1;
 MQA_HOST_DEVICE inline uint32_t order_key(uint32_t bits) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t flipped = bits >> 31 ? 0xffffffffu : 0x80000000u;

@@ -1,11 +1,12 @@
 // Selection on every GPU: a block takes a row, finds the k-th largest key digit by digit, and then the positions.
 #pragma once
 
+#include "device/warp.cuh"
 #include "selection/params.h"
 
 namespace mqa::selection {
 
-constexpr int kWarpThreads = 32;
+using device::kWarpThreads;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpThreads;
 
 template <FloatType kType>
@@ -68,12 +69,7 @@ struct PortableTopk {
     int counts[kThreadBins], sum = 0;
 #pragma unroll
     for (int i = 0; i < kThreadBins; ++i) sum += counts[i] = top - i >= 0 ? shared.counts[top - i] : 0;
-    int inclusive = sum;
-#pragma unroll
-    for (int step = 1; step < kWarpThreads; step *= 2) {
-      const int lower = __shfl_up_sync(~0u, inclusive, step);
-      if (lane >= step) inclusive += lower;
-    }
+    const int inclusive = device::sum_up_to(sum, lane);
     int total;
     int before = sum_before(__shfl_sync(~0u, inclusive, kWarpThreads - 1), 0, total) + inclusive - sum;
     if (before < wanted && wanted <= before + sum) {
@@ -120,10 +116,11 @@ struct PortableTopk {
   // `count` positions become the row's result.
   __device__ void store(int64_t row, int count) const {
     int32_t* out = p.out + row * p.out_stride;
+    const int32_t* table = p.table(row);
     int written = 0;
     for (int first = 0; first < count; first += kThreads) {
       const int i = first + thread;
-      const int32_t result = i < count ? p.result(row, shared.positions[i]) : -1;
+      const int32_t result = i < count ? p.result(table, static_cast<uint32_t>(shared.positions[i])) : -1;
       const unsigned kept = __ballot_sync(~0u, result >= 0);
       int total;
       const int before = sum_before(__popc(kept), 0, total);
