@@ -25,6 +25,7 @@ test-gpu: build-gpu
 
 bench: build-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_paged_logits.py
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_selection.py
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Time over useful bytes, with the roofs, from a result file: `python benchmarks/plot.py RESULT.json`."""
+"""The picture of a result file: `python benchmarks/plot.py RESULT.json`."""
 
 import json
 import pathlib
@@ -15,8 +15,38 @@ def draw(path: pathlib.Path) -> str:
     from matplotlib import pyplot
 
     record = json.loads(path.read_text())
-    rows = record["rows"]
     figure, axes = pyplot.subplots(figsize=(9, 6.5), layout="constrained")
+    (_draw_selection if record["bench"] == "selection" else _draw_logits)(axes, record)
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend(fontsize=8)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=130)
+    return str(picture)
+
+
+def _draw_selection(axes, record: dict) -> None:
+    """Bars for the shapes, one for each k and contender."""
+    rows = record["rows"]
+    shapes = list(dict.fromkeys((row["rows"], row["mean"]) for row in rows))
+    if "values" in rows[0]:
+        rows = [row for row in rows if row["values"] == "normal"]
+    names = [(k, name) for k in dict.fromkeys(row["k"] for row in rows) for name in rows[0]["times"]]
+    for i, (k, name) in enumerate(names):
+        heights = [
+            row["times"][name]["us"]
+            for shape in shapes
+            for row in rows
+            if (row["rows"], row["mean"], row["k"]) == (*shape, k)
+        ]
+        places = [at + 0.8 * (i / len(names) - 0.5) for at in range(len(shapes))]
+        axes.bar(places, heights, width=0.75 / len(names), align="edge", label=f"{name}, k {k}")
+    axes.set(yscale="log", ylabel="us per call")
+    axes.set_xticks(range(len(shapes)), [f"{rows} x {mean}" for rows, mean in shapes])
+    axes.set_title(f"topk_indices, {record['card']}, {record['date'][:10]}, {record['commit']}")
+
+
+def _draw_logits(axes, record: dict) -> None:
+    rows = record["rows"]
     markers = dict(zip(sorted({row["heads"] for row in rows}, reverse=True), "o^sDv", strict=False))
     for next_n, heads in sorted({(row["next_n"], row["heads"]) for row in rows}):
         points = sorted(
@@ -47,11 +77,6 @@ def draw(path: pathlib.Path) -> str:
     axes.set(xscale="log", yscale="log", xlabel="useful MB per call", ylabel="us per call")
     op = "fp4_paged_mqa_logits" if record.get("cache") == "mxfp4" else "fp8_paged_mqa_logits"
     axes.set_title(f"{op}, {record['card']}, {record['date'][:10]}, {record['commit']}")
-    axes.grid(which="both", linewidth=0.3)
-    axes.legend(fontsize=8)
-    picture = path.with_suffix(".png")
-    figure.savefig(picture, dpi=130)
-    return str(picture)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plain Triton kernels that benches measure against: a linear read, a copy, a gather of paged blocks."""
+"""Plain Triton kernels that benches measure against: a linear read, a copy, a gather of paged blocks, rows."""
 
 import triton
 import triton.language as tl
@@ -33,3 +33,15 @@ def gather_kernel(kv, pages, out, num_tokens, BLOCK: tl.constexpr, WORDS: tl.con
     values = tl.load(kv + value_at, mask=live[:, None], other=0)
     scale = tl.load(kv + block + BLOCK * WORDS + token % BLOCK, mask=live, other=0)
     tl.store(out + token, (tl.sum(values, 1) + scale).to(tl.float32), mask=live)
+
+
+@triton.jit
+def ragged_read_kernel(rows, lengths, sums, pitch, TILE: tl.constexpr):
+    """sums[row, tile] = the sum of TILE neighbouring float32 of the row, as far as they lie below its length."""
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    first = tl.program_id(1) * TILE
+    if first < length:
+        at = first + tl.arange(0, TILE)
+        values = tl.load(rows + row.to(tl.int64) * pitch + at, mask=at < length, other=0.0)
+        tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), tl.sum(values, 0))
