@@ -274,7 +274,7 @@ struct ClusterTopk {
       for_tiles(true, [&](unsigned tile) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          if (keys[i] < lowest) continue;
+          if (keys[i] < lowest || at >= kCapacity) continue;  // of a row that changes meanwhile there may be more
           const uint2 candidate{keys[i], place(tile, i) - start};
           for (int other = 0; other < blocks; ++other) device::shared_of(shared.candidates, other)[at] = candidate;
           ++at;
@@ -292,21 +292,23 @@ struct ClusterTopk {
     largest = __reduce_max_sync(~0u, largest);
     if (lane == 0) atomicMax(&shared.largest, largest);
     __syncthreads();
-    uint32_t highest = shared.largest;
+    // Among keys from `lowest` to `lowest + range`. In three rounds at most, whatever the counts.
+    uint32_t range = shared.largest - lowest;
+    int shift = 32 - __clz(static_cast<int>(range));
     int wanted = static_cast<int>(p.k);
     while (true) {
-      const int shift = max(32 - __clz(static_cast<int>(highest - lowest)) - digit(0).bits, 0);
+      shift = max(shift - digit(0).bits, 0);
       clear_counts();
       for (int i = thread; i < candidates; i += kThreads) {
-        const uint32_t key = shared.candidates[i].x;
-        if (key >= lowest && key <= highest) count((key - lowest) >> shift);
+        const uint32_t offset = shared.candidates[i].x - lowest;
+        if (offset <= range) count(offset >> shift);
       }
       sum_coarse();
       __syncthreads();
       const int bin = find_bin(wanted, false);
       lowest += static_cast<uint32_t>(bin) << shift;
+      range = (1u << shift) - 1;
       if (shift == 0) return {lowest, wanted};
-      highest = min(highest, lowest + ((1u << shift) - 1));
       if (shared.counts[bin] == wanted) return {lowest - 1, 0};
       __syncthreads();  // the counts have been read
     }
@@ -431,7 +433,7 @@ struct ClusterTopk {
       uint32_t bits = chosen_bits(tile, threshold, ties);
       int total;
       int at = written + sum_before(__popc(bits), 0, total);
-      for (; bits != 0; bits &= bits - 1) out[at++] = p.result(table, position(tile, bits));
+      for (; bits != 0 && at < p.k; bits &= bits - 1) out[at++] = p.result(table, position(tile, bits));
       written += total;
     });
   }

@@ -106,7 +106,9 @@ struct PortableTopk {
       const bool chosen =
           inside && (key > threshold || (key == threshold && equal_before + __popc(equals & lower_lanes) < ties));
       const unsigned all_chosen = __ballot_sync(~0u, chosen);
-      if (chosen) shared.positions[at + __popc(all_chosen & lower_lanes)] = static_cast<int32_t>(column + lane);
+      const int index = at + __popc(all_chosen & lower_lanes);
+      // Of a row that changes meanwhile there may be more.
+      if (chosen && index < p.k) shared.positions[index] = static_cast<int32_t>(column + lane);
       at += __popc(all_chosen);
       equal_before += __popc(equals);
     }
